@@ -9,14 +9,14 @@ from contaccum.cli.options import Parser, print_at_once
 from contaccum.defaults import DEFAULT_MODEL
 
 EXIT_CODE_NOT_BETTER = 1
-"""Exit code if the verdict is not the one that ``--require`` demands."""
+"""Exit code if a verdict is not the one that ``--require`` demands."""
 
 
 def run(argv: Sequence[str]) -> int:
     """Train a retriever, and print and write the verdict.
 
     Returns:
-        Exit code 0, or 1 if the verdict is not the one that ``--require`` demands.
+        Exit code 0, or 1 if a verdict is not the one that ``--require`` demands.
 
     Raises:
         UserError: if the arguments, the data or the model cannot be used.
@@ -46,7 +46,8 @@ def run(argv: Sequence[str]) -> int:
         print_line=print_at_once,
         **read(training_arguments),
     )
-    if args.require is not None and result.verdict.word != BETTER:
+    words = {verdict.word for verdict in result.verdicts.values()}
+    if args.require is not None and words != {BETTER}:
         return EXIT_CODE_NOT_BETTER
     return 0
 
@@ -100,6 +101,6 @@ def _make_parser() -> Parser:
     parser.add_argument(
         "--require",
         choices=["better"],
-        help="end with exit code 1 unless the verdict is BETTER",
+        help="end with exit code 1 unless the verdict, or each of two, is BETTER",
     )
     return parser

@@ -15,8 +15,8 @@ A split is written as a folder:
     train.jsonl    the training records
     corpus.jsonl   documents that training may use as negatives
     dev/, test/    BEIR folders with queries, haystack and judgements; in both folders the
-                   judgements are in qrels/test.tsv, and if there are known and new queries,
-                   also in qrels/known.tsv and qrels/new.tsv
+                   judgements are in qrels/test.tsv; if some queries are known, their judgements
+                   are also in qrels/known.tsv, and those of the others in qrels/new.tsv
 
 The same data, sizes and seed give the same split, whatever the order of the records. Texts are
 compared after `normalise`. A document is a copy of a passage of the records if its title and text
@@ -877,9 +877,10 @@ def _write_kinds(
     documents: Iterable[Passage],
     training_positives: Set[str],
 ) -> int:
-    """Write the judgements of known and of new queries as two splits, if there are both.
+    """Write the judgements of known queries as a split of their own, and so those of new queries.
 
     A query is known if all its relevant documents are copies of positives of training queries.
+    Without known queries nothing is written; if all are known, nothing of new ones.
 
     Returns:
         The number of known queries.
@@ -902,8 +903,8 @@ def _write_kinds(
         for document_id, grade in judgements.items():
             line = f"{query_id}\t{document_id}\t{grade}\n"
             lines["known" if is_known else "new"].append(line)
-    if 0 < num_known < len(qrels):
-        for kind in lines:
+    for kind in lines:
+        if num_known > 0 and lines[kind]:
             write_text(folder / "qrels" / f"{kind}.tsv", [QRELS_HEADER, *lines[kind]])
     return num_known
 

@@ -16,6 +16,7 @@ import json
 import math
 import os
 import shutil
+import statistics
 import time
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import asdict, dataclass, fields
@@ -56,11 +57,10 @@ from contaccum.experiments.budget import (
     require_encoding_time,
 )
 from contaccum.experiments.folds import (
-    FoldScores,
     Pairs,
+    collect_scores,
     encode_corpus,
     load_evaluator,
-    pool_groups,
     pool_scores,
     score_fold,
 )
@@ -95,17 +95,19 @@ from contaccum.experiments.tune import (
     write_tuned,
 )
 from contaccum.experiments.verdict import (
+    QueryScores,
     Verdict,
-    collect_warnings,
     compare_queries,
     compute_verdict,
+    compute_verdicts,
     describe_production,
     load_trained,
     search_test_set,
     search_trained,
     select_shown_metrics,
+    warn_of_disagreement,
     warn_of_test,
-    write_verdict_to_card,
+    write_verdicts_to_card,
 )
 from contaccum.files import (
     AnyPath,
@@ -153,16 +155,23 @@ class FitResult:
     """The result of `fit`.
 
     Attributes:
-        verdict: the comparison with the base model; `str` returns the line that was printed.
+        verdicts: the comparisons with the base model, {"new": on new documents, "known": on known
+            ones}; `str` returns the line that was printed. It has one, over all test queries, if
+            one kind has fewer than ten: as "all" if there are both kinds.
         folder: the output folder.
-        warnings: warnings about the verdict, one line each.
+        warnings: warnings about the verdicts, one line each.
         trust_remote_code: True if code that comes with the base model was trusted.
     """
 
-    verdict: Verdict
+    verdicts: dict[str, Verdict]
     folder: Path
     warnings: list[str]
     trust_remote_code: bool = False
+
+    @property
+    def verdict(self) -> Verdict:
+        """The verdict on new documents, or the only one."""
+        return next(iter(self.verdicts.values()))
 
     @property
     def report(self) -> Path:
@@ -531,7 +540,7 @@ def fit(
         if weight == 0:  # the verdict is about the base model
             training_seconds = 0.0
             task = "testing again"
-        fold_scores: list[FoldScores] = []
+        fold_scores: list[QueryScores] = []
         with time_budget.measure("other splits"):
             first_dev = load_beir_folder(held_out / "dev", "test")
             for number in range(1, num_folds):
@@ -589,23 +598,21 @@ def fit(
                     points.append([share, evaluator.score_run(run)[TRIAL_METRIC]])
                 if points:
                     points.append([1.0, results["trained"].means[TRIAL_METRIC]])
-            scores = pool_scores(results, fold_scores)
-            groups = pool_groups(evaluator.dataset, fold_scores)
-            verdict = compute_verdict(
-                scores["trained"],
-                scores["base"],
-                scores["bm25"],
-                groups,
-                folds=1 + len(fold_scores),
-            )
-            production = describe_production(scores, groups, bm25_weights)
-            write_verdict_to_card(folder / "model", verdict, model_name(name))
+            first_scores = collect_scores(evaluator.dataset, results)
+            scores = pool_scores([first_scores, *fold_scores])
+            verdicts = compute_verdicts(scores, 1 + len(fold_scores))
+            production = describe_production(scores, bm25_weights)
+            write_verdicts_to_card(folder / "model", verdicts.values(), model_name(name))
+            warnings = list(tuned.choice.warnings)
             # The dev scores of the choice are those of a trial. They say nothing about the test of
             # a merged model, or of a model that was trained for a longer time.
             if guard_record is None and is_like_trial:
-                warnings = collect_warnings(verdict, tuned.choice)
-            else:
-                warnings = [*tuned.choice.warnings, *warn_of_test(verdict)]
+                overall = compute_verdict(
+                    scores["trained"], scores["base"], scores["bm25"], scores["group"]
+                )
+                warnings += warn_of_disagreement(overall, tuned.choice)
+            for verdict in verdicts.values():
+                warnings += warn_of_test(verdict)
             dev_scores = {
                 "bm25": baselines.bm25,
                 "base": baselines.base,
@@ -625,7 +632,16 @@ def fit(
             table = []
             for system, shown_name in names.items():
                 shown = select_shown_metrics(results[system].means)
-                table.append({"name": shown_name, "dev": dev_scores[system], **shown})
+                row = {"name": shown_name, "dev": dev_scores[system], **shown}
+                if len(verdicts) > 1:
+                    for kind in verdicts:
+                        row[kind] = statistics.fmean(
+                            score
+                            for query, score in first_scores[system].items()
+                            if first_scores["known"][query] == (kind == "known")
+                        )
+                table.append(row)
+            records = [verdict.record() for verdict in verdicts.values()]
             paths = {"path": str(pairs.path), "corpus": pairs.corpus and str(pairs.corpus)}
             record = {
                 "request": {
@@ -640,7 +656,8 @@ def fit(
                     "corpus_content": request["corpus"],
                     "fingerprints": models,
                 },
-                "verdict": verdict.record(),
+                "verdict": records[0],
+                "verdicts": dict(zip(verdicts, records, strict=True)),
                 "production": {"line": production, "bm25_weights": bm25_weights},
                 "warnings": warnings,
                 "model": model_name(name),
@@ -663,13 +680,15 @@ def fit(
             write_json(folder / RECORD_FILE, redact(record))
             write_text(folder / REPORT_FILE, build_fit_page(folder))
             lines = [production, *describe_curve(points)]
-            return {"verdict": verdict.record(), "lines": lines, "warnings": warnings}
+            return {"verdicts": record["verdicts"], "lines": lines, "warnings": warnings}
 
         outcome = on_first_rank(test_and_report)
-    verdict = Verdict(**{field.name: outcome["verdict"][field.name] for field in fields(Verdict)})
     for warning in outcome["warnings"]:
         print_line(f"warning: {warning}")
-    print_line(str(verdict))
+    verdicts = {}
+    for kind, values in outcome["verdicts"].items():
+        verdicts[kind] = Verdict(**{field.name: values[field.name] for field in fields(Verdict)})
+        print_line(str(verdicts[kind]))
     for line in outcome["lines"]:
         print_line(line)
     shown = Path(output).expanduser()
@@ -677,7 +696,7 @@ def fit(
         f"model: {shown / 'model'}   report: {shown / REPORT_FILE}   "
         f"again: contaccum train {shown / CONFIG_FILE}"
     )
-    return FitResult(verdict, shown, outcome["warnings"], base.trust_remote_code)
+    return FitResult(verdicts, shown, outcome["warnings"], base.trust_remote_code)
 
 
 # Before the first stage ---------------------------------------------------------------------------

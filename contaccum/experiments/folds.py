@@ -17,7 +17,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, Literal
 
-from contaccum.data.beir import BeirDataset, load_beir_folder
+from contaccum.data.beir import BeirDataset, load_beir_folder, read_split_queries
 from contaccum.data.near_duplicates import group_queries, normalise
 from contaccum.data.records import SPLIT_RECORD, RecordSource
 from contaccum.data.rows import RecordReport
@@ -44,7 +44,13 @@ from contaccum.experiments.run import (
     run_and_keep,
 )
 from contaccum.experiments.tune import MINED_FILE, mine_once
-from contaccum.experiments.verdict import SYSTEMS, SystemResult, load_trained, search_test_set
+from contaccum.experiments.verdict import (
+    SYSTEMS,
+    QueryScores,
+    SystemResult,
+    load_trained,
+    search_test_set,
+)
 from contaccum.files import atomic_folder
 from contaccum.merging import merge_models
 from contaccum.retrieval.documents import StoreDocuments
@@ -54,9 +60,6 @@ from contaccum.settings import Settings, replace
 
 MAX_FOLDS = 5
 """The largest number of splits of a small data set; each split needs a training."""
-
-FoldScores = dict[str, dict[str, float]]
-"""{system: {query: nDCG@10}} of each of `SYSTEMS`, and {"group": {query: number of its group}}"""
 
 _ROWS_PER_SHARD = 2000  # a killed process loses at most one shard
 
@@ -211,7 +214,7 @@ def score_fold(
     first_dev: BeirDataset,
     bm25_weights: Mapping[str, float],
     batch_size: int,
-) -> FoldScores:
+) -> QueryScores:
     """Train and test on a further fold, and return the scores of its test queries.
 
     The split and the trained model are removed afterwards.
@@ -236,7 +239,7 @@ def score_fold(
         pairs.hold_out(data, number)
         encode_corpus(base, "base", data / CORPUS_FILE, store, batch_size)
 
-    def test() -> FoldScores:
+    def test() -> QueryScores:
         evaluator = load_evaluator(data / "test", store, batch_size)
         trained = base
         if weight != 0:
@@ -244,19 +247,9 @@ def score_fold(
             if weight is not None:
                 trained = merge_models(base, trained, weight)
         results = search_test_set(evaluator, base, trained, bm25_weights)
-        dev_queries = {normalise(query) for query in first_dev.queries.values()}
-        columns: FoldScores = {"group": dict(group_queries(evaluator.dataset))}
-        columns |= {system: results[system].query_scores for system in SYSTEMS}
-        scores: FoldScores = {}
-        for name, values in columns.items():
-            scores[name] = {}
-            for query_id, value in values.items():
-                if normalise(evaluator.dataset.queries[query_id]) not in dev_queries:
-                    # Folds may use the same query ids, so the fold's number is added.
-                    scores[name][f"{number}/{query_id}"] = value
-        return scores
+        return collect_scores(evaluator.dataset, results, number, first_dev)
 
-    def work() -> FoldScores:
+    def work() -> QueryScores:
         on_first_rank(hold_out)
         if weight != 0:
             run_and_keep(_make_fold_settings(final, folder), folder / "model")
@@ -301,31 +294,40 @@ def _make_fold_settings(final: Settings, folder: Path) -> Settings:
     return replace(final, **changes)
 
 
-def pool_scores(
-    first_results: Mapping[str, SystemResult], fold_scores: Sequence[FoldScores]
-) -> FoldScores:
-    """Return {system: {query: nDCG@10}} of the test queries of all folds.
+def collect_scores(
+    test_set: BeirDataset,
+    results: Mapping[str, SystemResult],
+    fold: int = 0,
+    dev: BeirDataset | None = None,
+) -> QueryScores:
+    """Return the scores of the test queries of a fold, with their groups and kinds.
 
     Args:
-        first_results: {system: its result on the test set of fold 0}.
-        fold_scores: the scores on each further fold.
+        results: {system: its result} of `SYSTEMS`.
+        dev: its queries are left out.
     """
-    pooled: FoldScores = {}
-    for system in SYSTEMS:
-        pooled[system] = dict(first_results[system].query_scores)
-        for scores in fold_scores:
-            pooled[system].update(scores[system])
-    return pooled
+    known: set[str] = set()
+    if (test_set.path / "qrels" / "known.tsv").is_file():
+        known.update(read_split_queries(test_set.path, "known", RecordReport()))
+    groups = group_queries(test_set)
+    left_out = set(map(normalise, dev.queries.values())) if dev else set()
+    scores: QueryScores = {name: {} for name in (*SYSTEMS, "group", "known")}
+    for query_id, text in test_set.queries.items():
+        if normalise(text) in left_out:
+            continue
+        # Folds may use the same query ids and group numbers, so the fold's number is added.
+        query = f"{fold}/{query_id}"
+        for system in SYSTEMS:
+            scores[system][query] = results[system].query_scores[query_id]
+        scores["group"][query] = f"{fold}/{groups[query_id]}"
+        scores["known"][query] = query_id in known
+    return scores
 
 
-def pool_groups(
-    first_test_set: BeirDataset, fold_scores: Sequence[FoldScores]
-) -> dict[str, tuple[int, float]]:
-    """Return {query: fold and number of its group} of the test queries of all folds."""
-    pooled: dict[str, tuple[int, float]] = {}
-    for query, group in group_queries(first_test_set).items():
-        pooled[query] = (0, group)
-    for fold, scores in enumerate(fold_scores, start=1):
-        for query, group_number in scores["group"].items():
-            pooled[query] = (fold, group_number)
+def pool_scores(fold_scores: Sequence[QueryScores]) -> QueryScores:
+    """Return the scores of the test queries of all folds."""
+    pooled: QueryScores = {}
+    for scores in fold_scores:
+        for name, values in scores.items():
+            pooled.setdefault(name, {}).update(values)
     return pooled

@@ -6,7 +6,7 @@ The test set is used for the verdict only, and never to choose settings.
 from __future__ import annotations
 
 import statistics
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -31,18 +31,27 @@ from contaccum.retrieval.encode import model_fingerprint
 
 SYSTEMS = ("bm25", "base", "base_with_bm25", "trained", "trained_with_bm25")
 """What is compared on the test set."""
+QueryScores = dict[str, dict[str, Any]]
+"""{column: {test query: value}}: nDCG@10 of each of `SYSTEMS`, its "group", and whether it is
+"known"."""
 MAX_SHOWN_QUERIES = 10
 """The record shows so many queries with the largest gains, and as many with the largest losses."""
 
+LEAST_QUERIES_OF_KIND = 10
+"""Least number of known, and of new, test queries for a verdict on each kind."""
+
+_MEANINGS = {
+    "new": "No training query is about these documents, as if they were added later.",
+    "known": "Training had other queries about these documents, as in a search of fixed articles.",
+}
 _SHOWN_METRICS = ("NDCG@10", "MRR@10", "Recall@100")
 _NUM_TOP_DOCUMENTS = 3  # retrieved documents that the record shows for a query
 
 _ADVICE = {
     BETTER: "",
-    WORSE: "On the test set the trained model is worse than the base model: keep the base model.",
+    WORSE: "the trained model is worse than the base model: keep the base model.",
     LEVEL: (
-        "On the test set the trained model is not significantly better than the base model: keep "
-        "the base model."
+        "the trained model is not significantly better than the base model: keep the base model."
     ),
 }
 
@@ -62,6 +71,7 @@ class Verdict:
         queries: the number of queries.
         groups: the number of groups of queries; queries about the same passage are in one group.
         folds: the number of splits that the queries come from.
+        kind: the documents of the queries, "new" or "known", if each has a verdict; else "".
     """
 
     word: str
@@ -76,11 +86,13 @@ class Verdict:
     queries: int
     groups: int
     folds: int = 1
+    kind: str = ""
 
     @property
     def advice(self) -> str:
         """A sentence with advice for the user; empty if the trained model is better."""
-        return _ADVICE[self.word]
+        where = f"{self.kind} documents" if self.kind else "the test set"
+        return f"On {where} {_ADVICE[self.word]}" if _ADVICE[self.word] else ""
 
     def __str__(self) -> str:
         queries = f"{self.queries:,} held-out queries"
@@ -90,14 +102,16 @@ class Verdict:
             queries += f" in {self.folds} splits"
         test = {**asdict(self), "p_value": self.p}
         difference = describe_difference(self.metric, self.base, self.trained, queries, test)
-        line = f"{self.word}: {difference}; BM25 {self.bm25:.3f}"
+        where = f" on {self.kind} documents" if self.kind else ""
+        line = f"{self.word}{where}: {difference}; BM25 {self.bm25:.3f}"
         if self.word != BETTER:
             line += "; keep the base model"
         return line
 
     def record(self) -> dict[str, Any]:
         """Return the verdict as the content of a JSON file."""
-        return {**asdict(self), "line": str(self), "advice": self.advice}
+        meaning = _MEANINGS.get(self.kind, "")
+        return {**asdict(self), "line": str(self), "advice": self.advice, "meaning": meaning}
 
 
 def compute_verdict(
@@ -107,6 +121,7 @@ def compute_verdict(
     groups: Mapping[str, Any],
     metric: str = "NDCG@10",
     folds: int = 1,
+    kind: str = "",
 ) -> Verdict:
     """Compute the verdict from the scores of the queries.
 
@@ -115,6 +130,7 @@ def compute_verdict(
         groups: {query id: its group}.
         metric: the name of the metric.
         folds: the number of splits that the queries come from.
+        kind: see `Verdict`.
     """
     test = sign_flip_test(trained, base, groups)
     return Verdict(
@@ -130,17 +146,44 @@ def compute_verdict(
         queries=len(base),
         groups=int(test["groups"]),
         folds=folds,
+        kind=kind,
     )
 
 
-def collect_warnings(verdict: Verdict, choice: Choice) -> list[str]:
-    """Return the warnings of the choice, then warnings about the verdict, one line each.
+def compute_verdicts(scores: QueryScores, folds: int = 1) -> dict[str, Verdict]:
+    """Compute a verdict on new documents and one on known documents, if each has enough queries.
+
+    Returns:
+        {"new": verdict, "known": verdict}; or one verdict over all queries, as "new" or "known" if
+        all are of this kind, else as "all".
+    """
+    queries: dict[str, list[str]] = {"new": [], "known": []}
+    for query, is_known in scores["known"].items():
+        queries["known" if is_known else "new"].append(query)
+    has_both = min(map(len, queries.values())) >= LEAST_QUERIES_OF_KIND
+    if not has_both:
+        present = [kind for kind in queries if queries[kind]]
+        queries = {present[0] if len(present) == 1 else "all": list(scores["known"])}
+    verdicts = {}
+    for kind, members in queries.items():
+        trained, base, bm25 = (
+            {query: scores[system][query] for query in members}
+            for system in ("trained", "base", "bm25")
+        )
+        verdicts[kind] = compute_verdict(
+            trained, base, bm25, scores["group"], folds=folds, kind=kind if has_both else ""
+        )
+    return verdicts
+
+
+def warn_of_disagreement(verdict: Verdict, choice: Choice) -> list[str]:
+    """Return warnings if only one of dev and test shows a better model, one line each.
 
     Args:
-        verdict: the comparison with the base model on test.
+        verdict: the comparison with the base model on all test queries.
         choice: the chosen settings, with the comparison with the base model on dev.
     """
-    warnings = list(choice.warnings)
+    warnings = []
     dev = choice.against_base
     differences = (
         f"{dev['difference']:+.3f} on dev (95% {dev['low']:+.3f} to {dev['high']:+.3f}), and "
@@ -152,16 +195,17 @@ def collect_warnings(verdict: Verdict, choice: Choice) -> list[str]:
         warnings.append(f"dev and test disagree: {differences}; the test counts")
     if is_better_on_test and not is_better_on_dev:
         warnings.append(f"the model is significantly better on test, but not on dev: {differences}")
-    return warnings + warn_of_test(verdict)
+    return warnings
 
 
 def warn_of_test(verdict: Verdict) -> list[str]:
     """Return warnings about the test alone: few groups of queries, and a better BM25."""
-    warnings = warn_of_few_groups("the test queries", verdict.groups)
+    where = f" on {verdict.kind} documents" if verdict.kind else ""
+    warnings = warn_of_few_groups(f"the test queries{where}", verdict.groups)
     if verdict.bm25 > verdict.trained:
         warnings.append(
-            f"BM25 scores {verdict.bm25:.3f}, more than the trained model: search with BM25, or "
-            "combine both"
+            f"BM25 scores {verdict.bm25:.3f}{where}, more than the trained model: search with "
+            "BM25, or combine both"
         )
     return warnings
 
@@ -242,24 +286,15 @@ def search_test_set(
     return results
 
 
-def describe_production(
-    scores: Mapping[str, Mapping[str, float]],
-    groups: Mapping[str, Any],
-    bm25_weights: Mapping[str, float],
-) -> str:
-    """Return a line about searches with BM25 beside the vectors, as they are common in production.
-
-    Args:
-        scores: {system: {query: nDCG@10}} of `SYSTEMS`.
-        groups: {query: its group}.
-    """
-    means = {system: statistics.fmean(values.values()) for system, values in scores.items()}
+def describe_production(scores: QueryScores, bm25_weights: Mapping[str, float]) -> str:
+    """Return a line about searches with BM25 beside the vectors, as in production."""
+    means = {system: statistics.fmean(scores[system].values()) for system in SYSTEMS}
     line = (
         f"with BM25 beside the vectors: nDCG@10 {means['base_with_bm25']:.3f} -> "
         f"{means['trained_with_bm25']:.3f} (weights of BM25, chosen on dev: "
         f"{bm25_weights['base']:g} and {bm25_weights['trained']:g})"
     )
-    test = sign_flip_test(scores["trained"], scores["base_with_bm25"], groups)
+    test = sign_flip_test(scores["trained"], scores["base_with_bm25"], scores["group"])
     if bm25_weights["base"] > 0 and judge(test) != BETTER:
         line += "; the base model with BM25 is level with the trained model alone, or better"
     return line
@@ -329,15 +364,18 @@ def _get_top_documents(dataset: BeirDataset, query_id: str, run: Run) -> list[di
     return top_documents
 
 
-def write_verdict_to_card(model_folder: Path, verdict: Verdict, base_name: str) -> None:
-    """Write the verdict at the top of the model card, below its metadata.
+def write_verdicts_to_card(model_folder: Path, verdicts: Iterable[Verdict], base_name: str) -> None:
+    """Write the verdicts at the top of the model card, below its metadata.
 
-    The verdict of an earlier start is replaced.
+    Those of an earlier start are replaced.
 
     Args:
         base_name: the name of the base model.
     """
-    text = f"**{verdict}**\n\nCompared with {base_name} as it is, by contaccum fit."
-    if verdict.advice:
-        text += f"\n\n{verdict.advice}"
+    paragraphs = []
+    for verdict in verdicts:
+        record = verdict.record()
+        paragraphs += [f"**{verdict}**", record["meaning"], record["advice"]]
+    paragraphs.append(f"Compared with {base_name} as it is, by contaccum fit.")
+    text = "\n\n".join(paragraph for paragraph in paragraphs if paragraph)
     insert_card_section(model_folder, "verdict of contaccum fit", text)

@@ -86,7 +86,9 @@ def build_fit_page(folder: Path) -> str:
 
     return environment.get_template("fit_page.html.j2").render(
         record=record,
-        verdict=record["verdict"],
+        verdicts=record["verdicts"],
+        kinds=[kind for kind in record["verdicts"] if kind in record["scores"][0]],
+        folds=record["verdict"]["folds"],
         metrics=_METRICS,
         changes=[
             ("gained", changes["gained"], changes["num_gained"]),

@@ -39,6 +39,7 @@ from contaccum.experiments.fit import FitResult, pool_documents
 from contaccum.experiments.folds import Pairs
 from contaccum.experiments.run import Result, run_and_keep
 from contaccum.experiments.tune import Choice, Tuned
+from contaccum.experiments.verdict import QueryScores, compute_verdicts
 from contaccum.files import atomic_folder, lock_folder, write_json
 from contaccum.retrieval.encode import model_fingerprint
 from contaccum.retrieval.store import EmbeddingStore
@@ -75,22 +76,37 @@ def make_translations(count: int, seed: int) -> list[dict[str, str]]:
     return pairs
 
 
+def make_questions(count: int, seed: int) -> list[dict[str, str]]:
+    """Return pairs with four queries for each passage: its translation, with words in any order."""
+    generator = random.Random(seed)
+    pairs = []
+    for pair in make_translations(count // 4, seed):
+        words = pair["query"].split()
+        for _ in range(4):
+            pairs.append({**pair, "query": " ".join(generator.sample(words, len(words)))})
+    return pairs
+
+
 @pytest.fixture(scope="module")
 def root(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """An untrained model, and pairs to train on."""
     root = tmp_path_factory.mktemp("fit")
     tiny_encoder().save_pretrained(str(root / "fresh"))
     write_lines(root / "pairs.jsonl", make_translations(200, 0))
+    write_lines(root / "questions.jsonl", make_questions(200, 0))
     write_lines(root / "more.jsonl", make_translations(160, 1))
     return root
 
 
 @pytest.fixture(scope="module")
 def trained(root: Path) -> FitResult:
-    """A fit at a good learning rate, on one split: 100 test queries are enough."""
+    """A fit at a good learning rate, on one split: 100 test queries are enough.
+
+    Half of them are about passages that training knows from other queries.
+    """
     lines: list[str] = []
     result = contaccum.fit(
-        root / "pairs.jsonl",
+        root / "questions.jsonl",
         model=str(root / "fresh"),
         budget="10m",
         output=root / "better",
@@ -104,15 +120,19 @@ def trained(root: Path) -> FitResult:
 
 
 def test_model_that_learns_is_better(root, trained):
-    assert trained.verdict.word == "BETTER"
-    assert trained.verdict.queries == 100
+    assert list(trained.verdicts) == ["new", "known"]
+    assert trained.verdict == trained.verdicts["new"]
+    for verdict in trained.verdicts.values():
+        assert verdict.word == "BETTER"
+        assert verdict.queries == pytest.approx(50, abs=4)
     lines = (root / "printed.txt").read_text().splitlines()
     assert ": the first record is query=" in lines[0]
-    assert lines[1].startswith("held out: 20 dev and 100 test queries")
+    assert re.match(r"held out: 18 dev and 102 test queries \(10 and 50 on known", lines[1])
     baselines_pattern = r"BM25 0\.000   \S*fresh 0\.\d{3}   both 0\.\d{3}   \(nDCG@10 on dev\)"
     assert any(re.match(baselines_pattern, line) for line in lines)
-    assert lines[-3].startswith("BETTER: nDCG@10 0.")
-    assert str(trained.verdict) == lines[-3]
+    assert lines[-4].startswith("BETTER on new documents: nDCG@10 0.")
+    assert lines[-3].startswith("BETTER on known documents: nDCG@10 0.")
+    assert [str(verdict) for verdict in trained.verdicts.values()] == lines[-4:-2]
     assert lines[-2].startswith("with BM25 beside the vectors: nDCG@10 0.")
     assert lines[-1] == (
         f"model: {root}/better/model   report: {root}/better/report.html   "
@@ -124,26 +144,34 @@ def test_all_results_are_in_one_folder(root, trained):
     card = (root / "better" / "model" / "README.md").read_text()
     front_matter, opening = card.split("\n---\n")[:2]
     assert front_matter.startswith("---")
-    assert opening.strip().splitlines()[1].startswith("**BETTER: nDCG@10")
+    assert opening.strip().splitlines()[1].startswith("**BETTER on new documents: nDCG@10")
+    assert "**BETTER on known documents: nDCG@10" in opening
     assert not list((root / "better" / "model").glob("checkpoint-*"))
-    assert trained.report.read_text().count("BETTER") > 1
+    page = trained.report.read_text()
+    assert "<strong>BETTER on known documents</strong>" in page
+    assert page.count("NDCG@10 on new documents") == 1
     query = make_translations(1, 5)[0]["query"]
     assert trained.model.encode_query([query]).shape == (1, trained.model.get_embedding_dimension())
 
 
-def test_verdict_equals_an_evaluation_of_both_models_on_the_test_folder(root, trained):
+@pytest.mark.parametrize("kind", ["new", "known"])
+def test_verdict_equals_an_evaluation_of_both_models_on_the_test_folder(root, trained, kind):
     """`contaccum evaluate` gives the same scores on the test folder that the fit has written."""
     models = {"base": root / "fresh", "trained": root / "better" / "model"}
     test_folder = root / "better" / "data" / "test"
     scores = {}
     for name, model in models.items():
         output = root / f"{name}.json"
-        arguments = ["--data", str(test_folder), "--output", str(output)]
+        arguments = ["--data", str(test_folder), "--split", kind, "--output", str(output)]
         assert main(["evaluate", str(model), *arguments]) == 0
         scores[name] = json.loads(output.read_text())["metrics"]["NDCG@10"]
-    assert scores["base"] == pytest.approx(trained.verdict.base, abs=1e-9)
-    assert scores["trained"] == pytest.approx(trained.verdict.trained, abs=1e-9)
-    assert trained.verdict.difference == pytest.approx(scores["trained"] - scores["base"])
+    verdict = trained.verdicts[kind]
+    assert scores["base"] == pytest.approx(verdict.base, abs=1e-9)
+    assert scores["trained"] == pytest.approx(verdict.trained, abs=1e-9)
+    assert verdict.difference == pytest.approx(scores["trained"] - scores["base"])
+    record = json.loads((root / "better" / "fit.json").read_text())
+    assert record["verdicts"][kind]["trained"] == verdict.trained
+    assert [row[kind] for row in record["scores"]][1] == pytest.approx(verdict.base)
 
 
 def test_config_trains_the_same_model_again(root, trained):
@@ -159,7 +187,7 @@ def test_no_text_is_in_two_of_train_dev_and_test(root, trained):
     for part in ("dev", "test"):
         dataset = load_beir_folder(data / part, "test")
         texts[part] = set(dataset.queries.values())
-        for judgements in dataset.qrels.values():
+        for judgements in load_beir_folder(data / part, "new").qrels.values():
             texts[part].update(dataset.corpus[document]["text"] for document in judgements)
     rows = [json.loads(line) for line in (data / "train.jsonl").read_text().splitlines()]
     texts["train"] = {row["query"] for row in rows} | {row["positive"] for row in rows}
@@ -182,26 +210,55 @@ def test_tiny_rate_is_level_and_huge_rate_is_worse(root, trained, tmp_path, caps
     assert "keep the base model" in (tmp_path / "out" / "model" / "README.md").read_text()
 
 
+@pytest.mark.parametrize(
+    ("num_known", "kinds"), [(0, ["new"]), (9, ["all"]), (10, ["new", "known"]), (40, ["known"])]
+)
+@pytest.mark.parametrize("gain_of_new", [0.1, 0.0])
+def test_each_kind_of_documents_has_a_verdict_if_it_has_ten_queries(
+    tmp_path, monkeypatch, num_known, kinds, gain_of_new
+):
+    """All verdicts must be BETTER for `--require better`."""
+    scores: QueryScores = {name: {} for name in ("base", "trained", "bm25", "group", "known")}
+    for number in range(40):
+        is_known = number < num_known
+        gain = 0.1 if is_known else gain_of_new
+        values = (0.5, 0.5 + gain, 0.4, number, is_known)
+        for column, value in zip(scores.values(), values, strict=True):
+            column[f"q{number}"] = value
+    verdicts = compute_verdicts(scores)
+    assert list(verdicts) == kinds
+    assert [verdict.kind for verdict in verdicts.values()] == (kinds if len(kinds) > 1 else [""])
+    assert sum(verdict.queries for verdict in verdicts.values()) == 40
+    if "known" in kinds:
+        assert verdicts["known"].difference == pytest.approx(0.1)
+    monkeypatch.setattr(fit_module, "fit", lambda *_, **__: FitResult(verdicts, tmp_path, []))
+    is_better = gain_of_new > 0 or kinds in (["known"], ["all"])
+    assert main(["fit", "pairs.csv", "--require", "better"]) == (0 if is_better else 1)
+
+
 def test_verdict_on_few_test_queries_is_over_several_splits(root, tmp_path):
     lines: list[str] = []
     settings = {**SETTINGS, "learning_rate": 0.01, "num_train_epochs": 1}
     result = contaccum.fit(
-        write_lines(tmp_path / "few.jsonl", make_translations(120, 3)),
+        write_lines(tmp_path / "few.jsonl", make_questions(120, 3)),
         model=str(root / "fresh"),
         budget="10m",
         output=tmp_path / "out",
         test=40,
+        future="both",
         print_line=lines.append,
         **settings,
     )
-    assert result.verdict.folds == 3
+    assert [verdict.folds for verdict in result.verdicts.values()] == [3, 3]
     message = (
         "40 test queries are few: the verdict is over 3 splits, and a model is trained on each"
     )
     assert message in lines
     # The dev queries, on which the settings were chosen, are left out of the other test sets.
     dev = load_beir_folder(tmp_path / "out" / "data" / "dev", "test").queries.values()
-    assert 120 - len(dev) <= result.verdict.queries < 120 or result.verdict.queries == 120
+    num_queries = sum(verdict.queries for verdict in result.verdicts.values())
+    assert 110 - len(dev) <= num_queries <= 120
+    assert min(verdict.queries for verdict in result.verdicts.values()) >= 50 - len(dev)
     files = sorted(path.name for path in (tmp_path / "out" / "folds").iterdir())
     assert files == ["1", "2"]
 
@@ -349,7 +406,7 @@ def test_other_splits_get_mined_negatives_if_the_first_split_has_them(root, tmp_
 
 def score_second_fold(
     root: Path, tmp_path: Path, weight: float | None, **changes: Any
-) -> folds.FoldScores:
+) -> QueryScores:
     """Hold out the first split of a fit, with a reduced dev set, and score the second split."""
     pairs = Pairs(tmp_path / "few.jsonl")
     data = tmp_path / "out" / "data"
@@ -441,7 +498,7 @@ def test_fit_that_was_killed_continues_to_the_same_verdict(
 ):
     def fit() -> FitResult:
         return contaccum.fit(
-            root / "pairs.jsonl",
+            root / "questions.jsonl",
             model=str(root / "fresh"),
             budget="10m",
             output=tmp_path / "out",
@@ -454,7 +511,7 @@ def test_fit_that_was_killed_continues_to_the_same_verdict(
         kill_in_stage(patch, stage, after)
         with pytest.raises(Killed):
             fit()
-    assert fit().verdict == trained.verdict
+    assert fit().verdicts == trained.verdicts
     trials = json.loads((tmp_path / "out" / "fit.json").read_text())["trials"]
     assert len(trials) == 1
 
@@ -727,6 +784,9 @@ def test_restart_counts_only_documents_that_are_not_encoded_yet(root, tmp_path, 
 
 def test_score_on_pooled_documents_equals_the_score_on_all_documents(root, trained):
     dataset = load_beir_folder(root / "better" / "data" / "test", "test")
+    queries = {name: dataset.queries[name] for name in ("q0", "q1")}
+    qrels = {name: dataset.qrels[name] for name in queries}
+    dataset = dataclasses.replace(dataset, queries=queries, qrels=qrels)
     evaluator = RetrievalEvaluator(dataset)
     run = evaluator.search(trained.model)
     score = evaluator.score_run(run)["ndcg@10"]
@@ -903,10 +963,11 @@ def test_existing_split_is_used_unchanged(root, tmp_path, monkeypatch):
     copied = tmp_path / "out" / "data"
     for file in sorted((tmp_path / "split").rglob("*.*")):
         assert (copied / file.relative_to(tmp_path / "split")).read_bytes() == file.read_bytes()
-    with pytest.raises(ConfigError, match="is a split already"):
-        contaccum.fit(
-            tmp_path / "split", model=str(root / "fresh"), output=tmp_path / "other", test=50
-        )
+    for option in ({"test": 50}, {"future": "new"}):
+        with pytest.raises(ConfigError, match="is a split already"):
+            contaccum.fit(
+                tmp_path / "split", model=root / "fresh", output=tmp_path / "other", **option
+            )
 
 
 def test_finished_fit_is_kept_after_its_store_was_removed(root, trained, tmp_path):
@@ -914,9 +975,9 @@ def test_finished_fit_is_kept_after_its_store_was_removed(root, trained, tmp_pat
     shutil.rmtree(tmp_path / "out" / "store")
     record = (tmp_path / "out" / "fit.json").read_bytes()
     for learning_rate in (0.01, 0.5):
-        with pytest.raises(ConfigError, match=r"has a finished fit \(BETTER: "):
+        with pytest.raises(ConfigError, match=r"has a finished fit \(BETTER on new documents: "):
             contaccum.fit(
-                root / "pairs.jsonl",
+                root / "questions.jsonl",
                 model=root / "fresh",
                 output=tmp_path / "out",
                 learning_rate=learning_rate,

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from contaccum.experiments.tune import Choice
-from contaccum.experiments.verdict import collect_warnings, compute_verdict
+from contaccum.experiments.verdict import compute_verdict, warn_of_disagreement, warn_of_test
 from contaccum.report.fit_page import build_fit_page, join_title_and_text, make_trials_panel
 
 SCRIPT = "<script>alert(1)</script>"
@@ -56,6 +56,7 @@ def make_record(base: float, trained: float) -> dict[str, Any]:
     against_base = {"difference": 0.1, "low": 0.05, "high": 0.15}
     return {
         "verdict": verdict.record(),
+        "verdicts": {"new": verdict.record()},
         "production": {"line": "with BM25 beside the vectors: 0.5 -> 0.7"},
         "warnings": ["take this with care"],
         "model": "a model",
@@ -64,6 +65,7 @@ def make_record(base: float, trained: float) -> dict[str, Any]:
             "train": 70,
             "dev": 10,
             "test": 10,
+            "known": {"dev": 0, "test": 0},
             "documents": {"train": 80, "dev": 90, "test": 90},
         },
         "scores": scores,
@@ -183,13 +185,14 @@ def test_the_interval_decides_the_verdict_and_disagreements_are_warned_of():
     assert verdict.word == "LEVEL"
     assert verdict.low < 0.0 < verdict.high
     choice = Choice({}, 0, 0.6, {"difference": 0.1, "low": 0.05, "high": 0.15}, [])
-    warnings = collect_warnings(verdict, choice)
-    assert warnings[0].startswith("dev and test disagree: +0.100 on dev")
-    assert warnings[1].startswith("BM25 scores 0.900, more than the trained model")
+    [disagreement] = warn_of_disagreement(verdict, choice)
+    assert disagreement.startswith("dev and test disagree: +0.100 on dev")
+    [warning] = warn_of_test(verdict)
+    assert warning.startswith("BM25 scores 0.900, more than the trained model")
     trained = {query: score + 0.2 for query, score in base.items()}
     better = compute_verdict(trained, base, base, groups)
     assert better.word == "BETTER"
-    assert collect_warnings(better, choice) == []
+    assert warn_of_disagreement(better, choice) + warn_of_test(better) == []
 
 
 def test_queries_about_few_passages_are_counted_and_warned_of():
@@ -199,6 +202,5 @@ def test_queries_about_few_passages_are_counted_and_warned_of():
     groups = {query: number // 5 for number, query in enumerate(queries)}
     verdict = compute_verdict(trained, base, base, groups)
     assert "on 40 held-out queries of 8 passages (" in str(verdict)
-    choice = Choice({}, 0, 0.6, {"difference": 0.1, "low": 0.05, "high": 0.15}, [])
-    [warning] = collect_warnings(verdict, choice)
+    [warning] = warn_of_test(verdict)
     assert "only 8 different passages" in warning
