@@ -125,6 +125,37 @@ def test_every_name_that_docs_and_examples_import_is_in_the_reference():
     assert public_names - names_in_reference == {"__version__"}
 
 
+def find_anchors(page: Path) -> set[str]:
+    """Return the anchors of a page's headings."""
+    text = re.sub(r"^```.*?^```", "", page.read_text(encoding="utf-8"), flags=re.M | re.S)
+    headings = re.findall(r"^#+ (.*)$", text, re.MULTILINE)
+    return {re.sub(r"[^\w\- ]", "", title.lower()).replace(" ", "-") for title in headings}
+
+
+def test_every_link_into_the_repository_has_a_target():
+    """`make docs` checks links between pages of docs/ only, not those out of it and into it."""
+    own_page = re.compile(r"https://github.com/contaccum/contaccum/(?:blob|tree)/main/")
+    folders = ("docs", "eval", "benchmarks", "skills", "examples")
+    pages = [
+        *ROOT.glob("*.md"),
+        *(page for name in folders for page in (ROOT / name).rglob("*.md")),
+    ]
+    broken = []
+    for page in pages:
+        text = page.read_text(encoding="utf-8")
+        for link in re.findall(r"\]\(([^)\s]+)\)|^\[.*\]: (\S+)$", text, re.MULTILINE):
+            address = "".join(link)
+            path, _, anchor = own_page.sub("", address).partition("#")
+            if re.match(r"\w+:", path):
+                continue
+            target = (ROOT if own_page.match(address) else page.parent) / path if path else page
+            if target.is_dir() and anchor:
+                target /= "README.md"
+            if not target.exists() or (anchor and anchor not in find_anchors(target)):
+                broken.append(f"{page.relative_to(ROOT)}: {address}")
+    assert broken == []
+
+
 def test_importing_the_package_takes_less_than_a_tenth_of_a_second():
     code = """
 import time
