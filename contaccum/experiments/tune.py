@@ -23,6 +23,7 @@ from typing import Any, NamedTuple
 
 from contaccum.data.beir import find_beir_file
 from contaccum.data.near_duplicates import group_queries
+from contaccum.data.rows import passage_text
 from contaccum.distributed import rank, share, world_size
 from contaccum.encoders.dual_encoder import DualEncoder
 from contaccum.encoders.loading import model_name
@@ -30,7 +31,12 @@ from contaccum.errors import ConfigError, DataError, UserError
 from contaccum.evaluation.evaluator import RetrievalEvaluator
 from contaccum.evaluation.metrics import sign_flip_test
 from contaccum.evaluation.results import Run
-from contaccum.experiments.budget import Budget, format_duration, suggest_budget
+from contaccum.experiments.budget import (
+    Budget,
+    format_duration,
+    measure_seconds_per_document,
+    suggest_budget,
+)
 from contaccum.experiments.ladder import find_best_value, next_values, round_value, smooth
 from contaccum.experiments.run import (
     QueryScores,
@@ -109,7 +115,7 @@ _DEFAULT_QUERY_SIDE_BATCH_SIZE = 128
 _QUERY_SIDE_BATCH_UNIT = 8  # the batch of a process is a multiple, so micro-batches are not tiny
 # A document that scores more than 95% of the positive is no negative: it may be relevant as well.
 _RELATIVE_MARGIN = 0.05
-_LOADING_MARGIN = 1.2  # time of a trial with loading and scoring, relative to its updates
+_LOADING_MARGIN = 1.2  # time of a trial with loading, relative to its updates
 # Trials are so short that so many have time, but a method's first trial has some 16 updates if all
 # methods can have their first trial with them.
 _NUM_PLANNED_TRIALS = 6
@@ -516,6 +522,7 @@ class Search:
         starts: {method: the point at which its ladder starts}.
         tries: {method: (setting, value) to try after the ladders}.
         evaluator: the evaluator of the dev data.
+        base: the base model, by which the time of encoding the dev documents is measured.
         budget: the time of the whole command.
         reserve: the seconds of the budget that are reserved for the steps after training.
         num_trainings: the number of trainings with the chosen settings that follow the search;
@@ -528,6 +535,7 @@ class Search:
     starts: Mapping[str, Point]
     tries: Mapping[str, Sequence[tuple[str, Any]]]
     evaluator: RetrievalEvaluator
+    base: DualEncoder
     budget: Budget
     reserve: float
     num_trainings: int
@@ -621,24 +629,37 @@ class Search:
             ConfigError: if the budget is too short for every method.
         """
         used_seconds = self.budget.used()
+        measured: dict[str, float] = {}
+        for method, start in self.starts.items():
+            try:
+                settings = self.space.make_settings(**start)
+                measured[method] = measure_speed(settings, self.folder / "speed")
+            except UserError as error:
+                # With several processes, only one of them may have the error.
+                if not measured or world_size() > 1:
+                    raise
+                self.print_line(f"{method} is left out: {error}")
+        rows = self.evaluator.dataset.corpus.values()
+        texts = [passage_text(row["title"], row["text"]) for row in rows]
+        batch_size = self.evaluator.batch_size
+        encoding_seconds = len(texts) * on_first_rank(
+            lambda: measure_seconds_per_document(self.base, texts, len(texts), batch_size)
+        )
         seconds = self._share * (self.budget.seconds - used_seconds - self.reserve)
+        seconds -= self.budget.used() - used_seconds
         starts: dict[str, Point] = {}
         full_lengths: dict[str, int] = {}  # of the training with the chosen settings
         least_seconds = math.inf  # of the shortest trial
         seconds_left = seconds
-        for number, (method, start) in enumerate(self.starts.items()):
+        for number, method in enumerate(measured):
+            start = self.starts[method]
             settings = self.space.make_settings(**start)
-            try:
-                update_seconds = _LOADING_MARGIN * measure_speed(settings, self.folder / "speed")
-            except UserError as error:
-                # With several processes, only one of them may have the error.
-                if not starts or world_size() > 1:
-                    raise
-                self.print_line(f"{method} is left out: {error}")
-                continue
+            update_seconds = _LOADING_MARGIN * measured[method]
             dataset = load_data(settings).dataset
             args = ContAccumTrainingArguments.from_settings(settings)
-            seconds_of_method = seconds_left / (len(self.starts) - number)
+            # Query-side training leaves the documents as they are.
+            scoring_seconds = 0.0 if method == "query_side" else encoding_seconds
+            seconds_of_method = seconds_left / (len(measured) - number) - scoring_seconds
             sizes = [value for name, value in self.tries[method] if name == _UPDATE_SIZE]
             for size in sorted(sizes, reverse=True):
                 num_pairs = args.total_train_batch_size
@@ -651,19 +672,20 @@ class Search:
                     update_seconds *= size / num_pairs
             full_length = count_updates(dataset, args)
             longest = int(seconds_of_method / update_seconds)
-            length = int(seconds / _NUM_PLANNED_TRIALS / update_seconds)
+            length = int((seconds / _NUM_PLANNED_TRIALS - scoring_seconds) / update_seconds)
             length = min(full_length, max(length, min(longest, _FIRST_UPDATES)))
             min_length = min(full_length, MIN_UPDATES)
-            if length < min_length and min_length * update_seconds <= seconds_left:
+            shortest_seconds = min_length * update_seconds + scoring_seconds
+            if length < min_length and shortest_seconds <= seconds_left:
                 length = min_length  # the other methods get less, or are left out
             if length < min_length:
-                least_seconds = min(least_seconds, min_length * update_seconds)
+                least_seconds = min(least_seconds, shortest_seconds)
                 self.print_line(
                     f"{method} is left out, because it is too slow for the budget: {min_length} "
-                    f"updates take {format_duration(min_length * update_seconds)}"
+                    f"updates take {format_duration(shortest_seconds)}"
                 )
                 continue
-            seconds_left -= length * update_seconds
+            seconds_left -= length * update_seconds + scoring_seconds
             if length < full_length:
                 start = {**start, "max_steps": length}
                 shown_size = f" of {start[_UPDATE_SIZE]} pairs" if _UPDATE_SIZE in start else ""
@@ -871,6 +893,7 @@ def search_settings(
         starts,
         tries,
         evaluator,
+        encoder,
         budget,
         reserve,
         num_trainings,

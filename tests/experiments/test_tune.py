@@ -341,8 +341,17 @@ def test_method_that_is_too_slow_is_left_out(root, tmp_path, monkeypatch, capsys
     assert methods == {"contaccum"}
 
 
-def test_every_method_gets_a_short_first_trial_in_a_short_budget(root, tmp_path, monkeypatch):
-    """A sixth of the budget would be five updates; each method may use half of it."""
+@pytest.mark.parametrize(("seconds_per_document", "updates"), [(0.0, [14, 15]), (1.0, [8, 8])])
+def test_every_method_gets_a_short_first_trial_in_a_short_budget(
+    root, tmp_path, monkeypatch, seconds_per_document, updates
+):
+    """A sixth of the budget would be five updates; each method may use half of it.
+
+    The trained model encodes 40 dev documents for its score.
+    """
+    monkeypatch.setattr(
+        tune_module, "measure_seconds_per_document", lambda *_: seconds_per_document
+    )
     monkeypatch.setattr(tune_module, "MAX_TRIALS", 2)
     (tmp_path / "long.yaml").write_text("num_train_epochs: 60\n")
     fake_trials(monkeypatch, lambda settings, *_: make_result(0.5, settings.max_steps), speed=5.0)
@@ -350,7 +359,7 @@ def test_every_method_gets_a_short_first_trial_in_a_short_budget(root, tmp_path,
     assert main([*arguments, "--output", str(tmp_path / "out")]) == 0
     trials = read_trials(tmp_path / "out")
     assert [trial["settings"]["method"] for trial in trials] == ["contaccum", "grad_cache"]
-    assert [trial["updates"] for trial in trials] == [14, 15]
+    assert [trial["updates"] for trial in trials] == updates
 
 
 def test_updates_are_smaller_where_a_first_trial_would_take_too_long(root, tmp_path, monkeypatch):
