@@ -326,7 +326,7 @@ def _list_copy_keys(passage: Passage) -> list[bytes | str]:
     document may hold the same text under another title.
     """
     keys: list[bytes | str] = [passage.id] if passage.id else []
-    return keys + [_hash_text(text) for text in (passage.passage, passage.text) if text.strip()]
+    return keys + [_hash_text(text) for text in {passage.passage, passage.text.strip()} if text]
 
 
 # Mining -------------------------------------------------------------------------------------------

@@ -40,7 +40,7 @@ from contaccum.bank.logits import PositivesTable
 from contaccum.data.sampling import are_text_ids, decode
 from contaccum.distributed import gather_states, rank, world_size
 from contaccum.encoders.dual_encoder import SIMILARITY_NAMES
-from contaccum.errors import ConfigError, check_choice
+from contaccum.errors import ConfigError, check_choice, warn_once
 from contaccum.losses.distillation import Distillation
 from contaccum.losses.guide import Guide
 from contaccum.losses.probe import EncoderProbe
@@ -231,7 +231,6 @@ class ContAccumLoss(ModelLoss):
         settings_without_bank = dataclasses.replace(settings, bank_size=0, query_bank_size=None)
         self._without_bank = BankedInfoNCE.from_settings(settings_without_bank)
         self._positives: PositivesTable | None = None
-        self._logged_warnings: set[str] = set()
         self.scale = keywords.scale
         self.similarity_fct = keywords.similarity_fct
         self.model = keywords.model  # the last line, because it calls `start_with_model`
@@ -326,7 +325,7 @@ class ContAccumLoss(ModelLoss):
         has_unused_scores = has_scores and self.distillation is None
         if is_unknown_label or has_unused_scores:
             name = type(self).__name__
-            self._warn_once(
+            warn_once(
                 f"{name} does not use the label or score column of the data: to learn from teacher "
                 "scores, set distill; otherwise remove the column"
             )
@@ -337,7 +336,7 @@ class ContAccumLoss(ModelLoss):
                 column_ids = label_ids[:, index]  # (n,)
             hashes = content_ids(column)
             if hashes is None and has_bank:
-                self._warn_once(
+                warn_once(
                     "copies of a text are not masked, and old bank entries are not retired: that "
                     "needs texts, and a column has images or sounds"
                 )
@@ -427,11 +426,6 @@ class ContAccumLoss(ModelLoss):
         self.info_nces[str(size)] = loss_fn
         self._probe.pass_to_loss(loss_fn, size)
         return loss_fn
-
-    def _warn_once(self, text: str) -> None:
-        if text not in self._logged_warnings:
-            logger.warning(text)
-        self._logged_warnings.add(text)
 
     @property
     def info_nce(self) -> BankedInfoNCE | None:

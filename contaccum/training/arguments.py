@@ -230,13 +230,6 @@ class ContAccumTrainingArguments(_Arguments):
         """Number of pairs whose activations are in memory at the same time, on one device."""
         return self._pairs_encoded_at_once or self.per_device_train_batch_size
 
-    @property
-    def needs_best_checkpoint(self) -> bool:
-        """True if the run loads or saves the best model, or stops early."""
-        saves_best = self.save_strategy == SaveStrategy.BEST
-        stops_early = self.early_stopping_patience is not None
-        return self.load_best_model_at_end or saves_best or stops_early
-
 
 def get_name(value: Any) -> str:
     """Return the value of an enum member, or the name of a class or function, as text."""

@@ -28,7 +28,7 @@ from transformers import (
     TrainerState,
     TrainingArguments,
 )
-from transformers.trainer_utils import IntervalStrategy
+from transformers.trainer_utils import IntervalStrategy, SaveStrategy
 
 from contaccum.distributed import over_ranks
 from contaccum.errors import ConfigError, DataError
@@ -346,7 +346,9 @@ def choose_metric(args: ContAccumTrainingArguments, evaluator: Any, has_eval_dat
         ConfigError: for a metric that the evaluator does not compute, or if the main metric of the
             evaluator is not known yet.
     """
-    if not args.needs_best_checkpoint:
+    saves_best = args.save_strategy == SaveStrategy.BEST
+    stops_early = args.early_stopping_patience is not None
+    if not (args.load_best_model_at_end or saves_best or stops_early):
         return
     metric = (args.metric_for_best_model or "").removeprefix("eval_")
     metrics = getattr(evaluator, "metrics", ())  # only evaluators of contaccum list their metrics
