@@ -9,6 +9,7 @@ from typing import Any
 
 import contaccum
 from contaccum.data.beir import load_beir_folder
+from contaccum.experiments.fit import RECORD_FILE
 from contaccum.files import read_json
 from gpu_parts import study_cell
 from gpu_parts.settings import NotMeasured, Run
@@ -30,7 +31,7 @@ def measure(run: Run) -> dict[str, Any]:
         started = time.perf_counter()
         result = contaccum.fit(SCIFACT, model.folder, BUDGET, Path(folder, "fit"))
         seconds = time.perf_counter() - started
-        record = read_json(result.folder.record_file)
+        record = read_json(result.folder / RECORD_FILE)
     return {
         "budget": BUDGET,
         "model": model.name,
