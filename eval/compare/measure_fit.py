@@ -1,0 +1,377 @@
+"""Run `contaccum fit` on several data sets with several seeds, and show all results in tables.
+
+    python eval/compare/measure_fit.py run medquad=FILE nqg=FILE pubmedqa=FILE \\
+        scifact=contaccum/data/scifact --model MODEL --budget 8m
+    python eval/compare/measure_fit.py run --chunked medquad_chunks=FILE --model MODEL --budget 16m
+    python eval/compare/measure_fit.py table
+
+A cell is one fit: `contaccum split` with a seed, and `contaccum fit` of the split with the same
+seed. Options of `contaccum fit` may follow. A cell that is finished in WORK is not run again.
+`table` may be called at any time: it adds the finished cells of WORK to the record, and writes the
+tables of all cells of the record into the page.
+
+A FILE has pairs in any format of docs/data.md. If it has more than 2,000, a sample of its passages
+is used, with all questions of each. A BEIR folder keeps its corpus and its own test set.
+
+With --chunked, the pairs become a BEIR folder by the protocol of vllm-project/semantic-router#1219:
+answers are cut at ends of sentences into chunks of at most 1,000 characters, all chunks of an
+answer are relevant to its question, and a random fifth of the questions, with seed 42, is the test
+set. The measure is MRR@5. That project trains mmbert-embed-32k-2d-matryoshka with all of MedQuAD,
+about 16,400 pairs, and reports the better of two iterations by this test set. `fit` also leaves out
+training questions with a text of the test set, or nearly so.
+"""
+
+from __future__ import annotations
+
+import argparse
+import hashlib
+import json
+import math
+import os
+import re
+import shlex
+import sys
+import threading
+from collections import Counter
+from collections.abc import Sequence
+from pathlib import Path
+from statistics import fmean, stdev
+from typing import Any
+
+import numpy as np
+from comparison.processes import Job, exit_with_parent, run_jobs
+from sentence_transformers.util import get_device_name
+
+from contaccum.cli import main as run_command
+from contaccum.data import read_records
+from contaccum.data.beir import QRELS_HEADER, is_beir_folder
+from contaccum.data.records import Record
+from contaccum.errors import DataError, UserError
+from contaccum.evaluation.metrics import score_run
+from contaccum.evaluation.results import fill_page, markdown_table
+from contaccum.experiments.fit import RECORD_FILE
+from contaccum.experiments.folds import load_evaluator
+from contaccum.experiments.tune import make_base_settings
+from contaccum.experiments.verdict import SYSTEMS, load_trained, search_test_set
+from contaccum.files import atomic_folder, hash_file, read_json, write_json, write_text
+from contaccum.settings import Settings, replace
+from contaccum.training.setup import load_model
+
+ROOT = Path(__file__).resolve().parents[2]
+CELL_FILE = "cell.json"
+MAX_PAIRS = 2000
+CHUNK_CHARACTERS = 1000
+CHUNK_TEST_SEED = 42
+PATHS = ("model", "train_data", "eval_data", "output_dir", "passage_store")
+"""Settings of a training that are paths on this machine."""
+PUBLISHED = {
+    "https://github.com/texttron/tevatron/blob/main/examples/scifact/README.md": {
+        "data": "scifact",
+        "metric": "NDCG@10",
+        "scores": {
+            "Tevatron: bert-base, 80 epochs on a GPU": 0.7473,
+            "Tevatron: Condenser, 80 epochs on a GPU": 0.7841,
+        },
+    },
+    "https://github.com/vllm-project/semantic-router/pull/1219": {
+        "data": "medquad_chunks",
+        "metric": "MRR@5",
+        "scores": {
+            "semantic-router: mmbert-embed-32k-2d-matryoshka, untrained": 0.4354,
+            "semantic-router: the same model, trained with all of MedQuAD": 0.7453,
+        },
+    },
+}
+"""Results of others on the same data, by their source."""
+NAMES = {
+    "bm25": "BM25",
+    "base": "base model",
+    "base_with_bm25": "base model with BM25",
+    "trained": "`fit`",
+    "trained_with_bm25": "`fit` with BM25",
+}
+"""{system of `contaccum fit`: its name in the tables}."""
+
+Cell = dict[str, Any]
+"""The result of a fit as JSON; see `run_cell`."""
+
+
+def parse_arguments() -> tuple[argparse.Namespace, list[str]]:
+    """Return the program's options, and the options of `contaccum fit`."""
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    actions = parser.add_subparsers(dest="action", required=True)
+    run = actions.add_parser("run", allow_abbrev=False)
+    run.add_argument("data", nargs="*", metavar="NAME=PATH", help="pairs, or a BEIR folder")
+    run.add_argument("--chunked", nargs="+", default=[], metavar="NAME=PATH", help="pairs")
+    run.add_argument("--model", required=True, help="the model to train")
+    run.add_argument("--budget", default="8m", help="budget of each fit; default: %(default)s")
+    run.add_argument("--seeds", nargs="+", type=int, default=[0, 1, 2])
+    run.add_argument("--jobs", type=int, default=2, help="fits at the same time")
+    table = actions.add_parser("table")
+    table.add_argument("--record", type=Path, default=ROOT / "benchmarks" / "fit.json")
+    table.add_argument("--page", type=Path, default=ROOT / "docs" / "benchmarks.md")
+    for action in (run, table):
+        action.add_argument("--work", type=Path, default=Path("runs/measure_fit"))
+    return parser.parse_known_args()
+
+
+# Data ---------------------------------------------------------------------------------------------
+
+
+def prepare_data(name: str, path: Path, is_chunked: bool, work: Path) -> dict[str, Any]:
+    """Write the data of a set, and return their ``path`` and a description of the source."""
+    if is_beir_folder(path):
+        return {"path": str(path), "source": {"folder": path.name}}
+    records = list(read_records(path))
+    source = {"file": path.name, "sha256": hash_file(path), "pairs": len(records)}
+    folder = work / "data" / name
+    with atomic_folder(folder) as new_folder:
+        if is_chunked:
+            write_chunks(new_folder, records)
+        else:
+            rows = [
+                {"query": record.query, "positive": record.positives[0]}
+                for record in sample_passages(records, MAX_PAIRS)
+            ]
+            write_lines(new_folder / "pairs.jsonl", rows)
+    return {"path": str(folder if is_chunked else folder / "pairs.jsonl"), "source": source}
+
+
+def sample_passages(records: Sequence[Record], num_pairs: int) -> list[Record]:
+    """Return the records of the passages with the smallest hashes, at least ``num_pairs`` in all.
+
+    A passage has all its records.
+    """
+    by_hash: dict[str, list[Record]] = {}
+    for record in records:
+        digest = hashlib.sha256(record.positives[0].encode()).hexdigest()
+        by_hash.setdefault(digest, []).append(record)
+    sampled: list[Record] = []
+    for digest in sorted(by_hash):
+        if len(sampled) < num_pairs:
+            sampled += by_hash[digest]
+    return sampled
+
+
+def write_chunks(folder: Path, records: Sequence[Record]) -> None:
+    """Write pairs as a BEIR folder of chunks, with the splits train and test.
+
+    The test questions are those of scikit-learn's `train_test_split` with the same seed.
+    """
+    order = np.random.RandomState(CHUNK_TEST_SEED).permutation(len(records))
+    test = set(order[: math.ceil(0.2 * len(records))].tolist())
+    documents = []
+    qrels = {"train": [QRELS_HEADER], "test": [QRELS_HEADER]}
+    for number, record in enumerate(records):
+        for chunk in cut_into_chunks(record.positives[0]):
+            split = "test" if number in test else "train"
+            qrels[split].append(f"q{number}\tc{len(documents)}\t1\n")
+            documents.append({"_id": f"c{len(documents)}", "title": "", "text": chunk})
+    write_lines(folder / "corpus.jsonl", documents)
+    queries = [{"_id": f"q{number}", "text": row.query} for number, row in enumerate(records)]
+    write_lines(folder / "queries.jsonl", queries)
+    (folder / "qrels").mkdir()
+    for split, lines in qrels.items():
+        write_text(folder / "qrels" / f"{split}.tsv", lines)
+
+
+def cut_into_chunks(text: str) -> list[str]:
+    """Cut a text at ends of sentences into chunks of at most `CHUNK_CHARACTERS` characters.
+
+    Only a sentence that is longer makes a longer chunk.
+    """
+    chunks = [""]
+    for sentence in re.split(r"(?<=[.!?] )", text):
+        if chunks[-1] and len(chunks[-1]) + len(sentence) > CHUNK_CHARACTERS:
+            chunks.append("")
+        chunks[-1] += sentence
+    return [chunk.strip() for chunk in chunks]
+
+
+def write_lines(path: Path, rows: Sequence[dict[str, str]]) -> None:
+    """Write rows as JSON lines."""
+    write_text(path, [json.dumps(row, ensure_ascii=False) + "\n" for row in rows])
+
+
+# Cells --------------------------------------------------------------------------------------------
+
+
+def make_jobs(args: argparse.Namespace, fit_options: list[str]) -> list[Job]:
+    """Write the data, and return the jobs of the cells that are not finished.
+
+    The cells of a seed come first for all data sets, so that a table that is made early has all.
+    """
+    prepared = {}
+    for is_chunked, sources in ((False, args.data), (True, args.chunked)):
+        for source in sources:
+            name, _, path = source.partition("=")
+            data = prepare_data(name, Path(path), is_chunked, args.work)
+            prepared[name] = {"data": name, "chunked": is_chunked, **data}
+    jobs = []
+    for seed in args.seeds:
+        for name, data in prepared.items():
+            folder = args.work / f"{name}-{seed}"
+            if (folder / CELL_FILE).exists():
+                continue
+            split, fit = str(folder / "split"), str(folder / "fit")
+            options = ["--model", args.model, "--budget", args.budget, "--seed", str(seed)]
+            commands = [
+                ["split", data["path"], split, "--seed", str(seed)],
+                ["fit", split, "--output", fit, *options, *fit_options],
+            ]
+            job = {"name": folder.name, "folder": str(folder), "seed": seed, "model": args.model}
+            jobs.append({**job, **data, "commands": commands})
+    return jobs
+
+
+def run_cell(job: Job) -> None:
+    """Split and fit the data of a job, and write the `Cell` to its folder."""
+    for command in job["commands"]:
+        if exit_code := run_command(command):
+            sys.exit(exit_code)
+    folder = Path(job["folder"])
+    fit = read_json(folder / "fit" / RECORD_FILE)
+    commands = []
+    for command in job["commands"]:
+        # The path of a local model is replaced by its name.
+        words = [fit["model"] if word == job["model"] else word for word in command]
+        commands.append(shlex.join(["contaccum", *words]))
+    scores = {}
+    for system, row in zip(SYSTEMS, fit["scores"], strict=True):
+        scores[system] = {name: value for name, value in row.items() if name != "name"}
+    if job["chunked"]:
+        for system, metrics in score_chunks(folder, fit).items():
+            scores[system].update(metrics)
+    settings = {name: value for name, value in fit["settings"].items() if name not in PATHS}
+    settings["second_stage"] = "second_stage" in fit["settings"]
+    cell = {
+        "data": job["data"],
+        "seed": job["seed"],
+        "commands": commands,
+        "model": fit["model"],
+        "source": job["source"],
+        "split": fit["split"],
+        "trials": len(fit["trials"]),
+        "settings": settings,
+        "scores": scores,
+        "verdicts": fit.get("verdicts", {"all": fit["verdict"]}),
+        **{name: fit[name] for name in ("production", "warnings", "seconds", "budget_seconds")},
+        "threads": int(os.environ["OMP_NUM_THREADS"]),
+        **fit["made_with"],
+    }
+    write_json(folder / CELL_FILE, cell)
+
+
+def score_chunks(folder: Path, fit: dict[str, Any]) -> dict[str, dict[str, float]]:
+    """Return {system: {"MRR@5": mean, "Recall@5": mean}} of a finished fit on its test set."""
+    settings = replace(Settings(), **fit["settings"])
+    base = load_model(make_base_settings(settings), get_device_name())
+    evaluator = load_evaluator(
+        folder / "split" / "test", folder / "fit" / "store", settings.per_device_eval_batch_size
+    )
+    trained = load_trained(folder / "fit" / "model", base)
+    weights = fit["production"]["bm25_weights"]
+    scores = {}
+    for system, result in search_test_set(evaluator, base, trained, weights).items():
+        means, _ = score_run(evaluator.dataset.qrels, result.run, (5,))
+        scores[system] = {"MRR@5": means["MRR@5"], "Recall@5": means["Recall@5"]}
+    return scores
+
+
+# Tables -------------------------------------------------------------------------------------------
+
+
+def make_tables(record: dict[str, Any]) -> dict[str, str]:
+    """Return {name of a table in the page: its Markdown}."""
+    by_row: dict[tuple[str, str], list[Cell]] = {}
+    for cell in record["cells"]:
+        for kind in cell["verdicts"]:
+            by_row.setdefault((cell["data"], kind), []).append(cell)
+    rows = []
+    for (data, kind), cells in by_row.items():
+        means = []
+        for system in SYSTEMS:
+            scores = [cell["scores"][system] for cell in cells]
+            # A system has a score for each kind of documents if both have verdicts.
+            means.append(format_mean([row.get(kind, row["NDCG@10"]) for row in scores]))
+        queries = {cell["verdicts"][kind]["queries"] for cell in cells}
+        words = Counter(cell["verdicts"][kind]["word"] for cell in cells)
+        seconds = [cell["seconds"]["total"] for cell in cells]
+        rows.append(
+            [
+                data,
+                kind,
+                " to ".join(map(str, sorted({min(queries), max(queries)}))),
+                *means,
+                ", ".join(f"{count} {word}" for word, count in words.items()),
+                f"{min(seconds):.0f} to {max(seconds):.0f} s of {cells[0]['budget_seconds']:.0f}",
+            ]
+        )
+    header = ["data", "documents", "test queries", *NAMES.values(), "verdicts", "time"]
+    compared = []
+    for published in record["published"].values():
+        start = [published["data"], published["metric"]]
+        for system, score in published["scores"].items():
+            compared.append([*start, system, format_mean([score])])
+        for system, name in NAMES.items():
+            scores = [
+                cell["scores"][system][published["metric"]]
+                for cell in record["cells"]
+                if cell["data"] == published["data"]
+            ]
+            compared.append([*start, name, format_mean(scores)])
+    return {
+        "fit": markdown_table(header, rows),
+        "fit and published results": markdown_table(["data", "metric", "", "test"], compared),
+    }
+
+
+def format_mean(scores: Sequence[float]) -> str:
+    """Return the mean of scores x 100, with the standard deviation in brackets."""
+    if not scores:
+        return "not yet run"
+    text = f"{100 * fmean(scores):.1f}"
+    if len(scores) > 1:
+        text += f" ({100 * stdev(scores):.1f})"
+    return text
+
+
+def write_tables(work: Path, record_file: Path, page: Path) -> None:
+    """Add the finished cells of a work folder to the record, and write the tables."""
+    cells = {}
+    if record_file.exists():
+        cells = {(cell["data"], cell["seed"]): cell for cell in read_json(record_file)["cells"]}
+    for file in work.glob(f"*/{CELL_FILE}"):
+        cell = read_json(file)
+        cells[cell["data"], cell["seed"]] = cell
+    record = {"published": PUBLISHED, "cells": [cells[key] for key in sorted(cells)]}
+    write_json(record_file, record)
+    write_text(page, fill_page(page.read_text(encoding="utf-8"), make_tables(record)))
+
+
+def main() -> int:
+    """Do what the command line says; return 1 if a fit failed."""
+    if sys.argv[1:2] == ["cell"]:  # a process of `run_jobs`
+        threading.Thread(target=exit_with_parent, daemon=True).start()
+        run_cell(read_json(sys.argv[2]))
+        return 0
+    args, fit_options = parse_arguments()
+    if args.action == "table":
+        if fit_options:
+            raise DataError(f"{fit_options[0]}: unknown option of table")
+        write_tables(args.work, args.record, args.page)
+        return 0
+    os.environ["PYTHONPATH"] = os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")])
+    command = (sys.executable, __file__, "cell")
+    failures = run_jobs(make_jobs(args, fit_options), args.jobs, command=command)
+    return 1 if failures else 0
+
+
+if __name__ == "__main__":
+    try:
+        sys.exit(main())
+    except UserError as error:
+        print(f"measure_fit: error: {error}", file=sys.stderr)
+        sys.exit(2)
