@@ -111,7 +111,7 @@ def parse_arguments() -> tuple[argparse.Namespace, list[str]]:
     run.add_argument("--jobs", type=int, default=2, help="fits at the same time")
     table = actions.add_parser("table")
     table.add_argument("--record", type=Path, default=ROOT / "benchmarks" / "fit.json")
-    table.add_argument("--page", type=Path, default=ROOT / "docs" / "benchmarks.md")
+    table.add_argument("--page", type=Path, default=ROOT / "benchmarks" / "README.md")
     for action in (run, table):
         action.add_argument("--work", type=Path, default=Path("runs/measure_fit"))
     return parser.parse_known_args()
@@ -256,7 +256,7 @@ def run_cell(job: Job) -> None:
         "trials": len(fit["trials"]),
         "settings": settings,
         "scores": scores,
-        "verdicts": fit.get("verdicts", {"all": fit["verdict"]}),
+        "verdicts": fit["verdicts"],
         **{name: fit[name] for name in ("production", "warnings", "seconds", "budget_seconds")},
         "threads": int(os.environ["OMP_NUM_THREADS"]),
         **fit["made_with"],

@@ -1,4 +1,4 @@
-"""eval/compare/measure_fit.py: fits of several data sets, and the tables of docs/benchmarks.md."""
+"""eval/compare/measure_fit.py: fits of several data sets, and the tables of benchmarks/."""
 
 import importlib
 import json
@@ -14,7 +14,7 @@ from contaccum.data.records import Record
 from contaccum.evaluation.results import fill_page
 
 PROGRAM = "eval/compare/measure_fit.py"
-PAGE = ROOT / "docs" / "benchmarks.md"
+PAGE = ROOT / "benchmarks" / "README.md"
 
 
 @pytest.fixture
