@@ -32,6 +32,7 @@ def measure(run: Run) -> dict[str, Any]:
         result = contaccum.fit(SCIFACT, model.folder, BUDGET, Path(folder, "fit"))
         seconds = time.perf_counter() - started
         record = read_json(result.folder / RECORD_FILE)
+        lines = [verdict["line"] for verdict in record["verdicts"].values()]
     return {
         "budget": BUDGET,
         "model": model.name,
@@ -41,6 +42,6 @@ def measure(run: Run) -> dict[str, Any]:
         "trials": record["trials"],
         "scores": record["scores"],
         "settings": record["settings"],
-        "verdict": record["verdict"],
+        "verdict": {**record["verdict"], "line": "; ".join(lines)},
         "peak_mb": run.read_peak_mb(),
     }

@@ -122,6 +122,8 @@ class SplitSettings:
                 raise ConfigError(
                     f"{name}={size}: give a share between 0 and 1, or a whole number of queries"
                 )
+        if self.fold < 0:
+            raise ConfigError(f"fold={self.fold}: give 0, 1, 2, ...")
 
 
 @dataclass(frozen=True)
@@ -441,16 +443,16 @@ def assign_sides(
     num_linked = sum(number for number in grouping.queries_of_group.values() if number > 1)
     if sizes["test"] == 0 or (future is None and num_linked < LEAST_KNOWN_PASSAGES):
         future = "new"
-    groups = _list_small_groups(grouping, sizes, f"{settings.seed}")
+    seed = str(settings.seed)
+    groups = _list_small_groups(grouping, sizes, seed)
     known = KnownQueries({}, {"dev": 0, "test": 0}, 0, 0)
     if future != "new":
         most_known = sizes
         groups_of_new = []
         if future != "known":
             most_known = {side: size // 2 for side, size in sizes.items()}
-            halves = {side: size - most_known[side] for side, size in sizes.items()}
             num_left = sum(grouping.queries_of_group.values()) / 2
-            for group in _list_small_groups(grouping, halves, f"{settings.seed}"):
+            for group in _list_small_groups(grouping, most_known, seed):
                 if num_left > 0:
                     groups_of_new.append(group)
                     num_left -= grouping.queries_of_group[group]
@@ -617,19 +619,16 @@ def choose_known_queries(
     num_wanted = max(1, sum(sizes.values()))
     goals = {side: min(size, available * size // num_wanted) for side, size in sizes.items()}
     tested: set[int] = set()
-    first_sizes = {}
-    for fold in range(settings.fold + 1):
+    first_sizes: dict[str, int] = {}
+    for _ in range(min(settings.fold, len(order)) + 1):
         num_in_training = Counter(num_groups)
         untested = [group for group in order if group not in tested]
         test = set(take(untested, goals["test"], num_in_training))
         tested |= test
         others = [group for group in reversed(order) if group not in test]
         dev = take(others, goals["dev"], num_in_training)
-        if fold == 0:
-            first_sizes = {
-                "dev": grouping.count_queries(dev),
-                "test": grouping.count_queries(test),
-            }
+        fold_sizes = {"dev": grouping.count_queries(dev), "test": grouping.count_queries(test)}
+        first_sizes = first_sizes or fold_sizes
     side_of_group = {**dict.fromkeys(dev, "dev"), **dict.fromkeys(test, "test")}
     sides = {}
     for record, group in zip(records, grouping.group_of_record, strict=True):

@@ -897,6 +897,7 @@ def test_queries_that_share_a_passage_or_nearly_a_text_are_one_group(tmp_path):
         ([{"query": "a"}], [], [], "missing positive"),
         (make_pairs(40), [], ["--dev=1.5"], "dev=1.5"),
         (make_pairs(40), [], ["--test=0"], "test=0"),
+        (make_pairs(40), [], ["--fold=-1"], "fold=-1"),
         (make_pairs(40), [], ["--future=past"], "--future"),
         (make_pairs(40), [], ["--future=known"], "on known documents: 0 have only"),
         (make_pairs(40), [], ["--dev=20", "--test=20"], "leave none to train on"),
