@@ -234,8 +234,10 @@ def make_questions_about_passages() -> list[dict[str, object]]:
     return records
 
 
-@pytest.mark.parametrize("has_corpus", [False, True])
-@pytest.mark.parametrize(("future", "known_share"), [("known", 1.0), ("both", 0.5), (None, 0.5)])
+@pytest.mark.parametrize(
+    ("future", "known_share", "has_corpus"),
+    [("known", 1.0, True), ("both", 0.5, True), (None, 0.5, False)],
+)
 def test_no_query_is_on_two_sides_whatever_documents_are_known(
     tmp_path, future, known_share, has_corpus
 ):
