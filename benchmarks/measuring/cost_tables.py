@@ -27,7 +27,7 @@ BYTES_PER_PQ_ID = 8
 TRAINING_ROWS_PER_LIST = 64
 TRAINING_ITERATIONS = 10
 
-PRICE_DATE = "November 2026"
+# Prices of November 2026
 DOLLARS_PER_GB_MONTH = 0.023
 GPU_UTILISATION = 0.3  # share of the peak that an encoder reaches on a GPU in bfloat16
 # Share of the float32 peak in exact search, with the selection of the best: docs/gpu.md has 33%.
@@ -60,11 +60,12 @@ class Device:
     float32_flops: float = 0.0
 
 
+# The price of an H100 is the median of 37 providers in May 2026 (https://aimultiple.com/gpu-index); the
+# others are assumed. Peaks are those of NVIDIA's data sheets for dense products (L4, H100 SXM).
 CPU = Device("CPU, 16 cores", 0.64, 128e9, cores=16)
 L4 = Device("L4", 0.70, 64e9, num_gpus=1, bfloat16_flops=121e12, float32_flops=30e12)
 H100 = Device("H100", 2.95, 256e9, num_gpus=1, bfloat16_flops=989e12, float32_flops=67e12)
-EIGHT_H100 = Device("8 x H100", 8 * 2.95, 2e12, 0, 8, 989e12, 67e12)
-DEVICES = (CPU, L4, H100, EIGHT_H100)
+DEVICES = (CPU, L4, H100)
 
 Rates = dict[str, Any]
 """Content of corpus_cost.json."""
@@ -73,53 +74,11 @@ Rates = dict[str, Any]
 def make_tables(rates: Rates) -> dict[str, str]:
     """Return {name of a table: Markdown}."""
     return {
-        "measured": make_measured_table(rates),
-        "assumed": make_assumption_table(),
         "encoding": make_encoding_table(rates),
         "storing": make_storing_table(rates),
         "exact search": make_search_table(rates),
         "approximate search": make_index_table(rates),
     }
-
-
-def make_measured_table(rates: Rates) -> str:
-    """Return the measured rates of one core."""
-    rows = []
-    for name, encoder in rates["encode"].items():
-        speed = format_number(encoder["passages_per_core_second"])
-        tokens = format_number(encoder["tokens_per_passage"])
-        rows.append([f"encoding with {name}, float32, {tokens} tokens", f"{speed} passages/s"])
-    speed = format_number(rates["tokenize"]["passages_per_core_second"])
-    rows.append(["tokenising", f"{speed} passages/s"])
-    for dtype, scan in rates["scan"].items():
-        decoding = format_number(scan["seconds_per_row"] * 1e9)
-        scoring = format_number(scan["seconds_per_row_and_query"] * 1e9)
-        cost = f"{decoding} ns per row, and {scoring} ns per row and query"
-        rows.append([f"exact search, {dtype} store", cost])
-    speed = format_number(rates["pq"]["codes_per_core_second"] / 1e6)
-    rows.append([f"reading codes of an IVF,{PQ_FACTORY} index", f"{speed} million codes/s"])
-    return make_table(["work of one core", "measured"], rows)
-
-
-def make_assumption_table() -> str:
-    """Return prices and the other assumptions."""
-    rows = []
-    for device in DEVICES:
-        values = [f"${device.dollars_per_hour:.2f} per hour"]
-        values.append(f"{device.memory_bytes / 1e9:,.0f} GB of memory")
-        if device.num_gpus > 0:
-            values.append(f"{device.bfloat16_flops / 1e12:.0f} TFLOPS in bfloat16")
-            values.append(f"{device.float32_flops / 1e12:.0f} in float32, per GPU")
-        rows.append([device.name, ", ".join(values)])
-    utilisation = f"{GPU_UTILISATION:.0%} of the peak in encoding"
-    search_utilisation = f"{GPU_SEARCH_UTILISATION:.0%} in search"
-    rows.append(["use of a GPU", f"{utilisation}, {search_utilisation}"])
-    rows.append(["tokenising for a GPU", f"{GPU_HOST_CORES} cores, before each batch"])
-    rows.append(["copying to a GPU", f"{format_bytes(COPY_BYTES_PER_SECOND)} per second"])
-    rows.append(["disk", f"{format_bytes(DISK_BYTES_PER_SECOND)} per second"])
-    rows.append(["object storage", f"${DOLLARS_PER_GB_MONTH} per GB and month"])
-    rows.append(["cores", "16 cores work 16 times as fast as one core"])
-    return make_table(["", f"assumed, {PRICE_DATE}"], rows)
 
 
 def make_encoding_table(rates: Rates) -> str:
@@ -129,7 +88,8 @@ def make_encoding_table(rates: Rates) -> str:
         for device in DEVICES:
             seconds = compute_encoding_seconds(rates, encoder, device)
             cells = make_cost_cells(lambda size, seconds=seconds: size * seconds, device)
-            rows.append([name, device.name, format_number(1 / seconds), *cells])
+            device_and_price = f"{device.name}, ${device.dollars_per_hour:.2f} per hour"
+            rows.append([name, device_and_price, format_number(1 / seconds), *cells])
     return make_table(["encoder", "device", "passages/s", *SIZE_NAMES], rows)
 
 

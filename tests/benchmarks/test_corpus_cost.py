@@ -73,7 +73,7 @@ def test_the_program_measures_rates_and_fills_a_page(tiny_model_path, tmp_path):
     bytes_per_row = {dtype: scan["bytes_per_row"] for dtype, scan in rates["scan"].items()}
     assert list(bytes_per_row) == ["float32", "float16"]
     assert bytes_per_row["float32"] - bytes_per_row["float16"] == pytest.approx(2 * 64, abs=1)
-    assert "encoding with tiny, float32" in page.read_text(encoding="utf-8")
+    assert "| tiny | CPU, 16 cores" in page.read_text(encoding="utf-8")
 
 
 def test_encoding_time_on_a_cpu_is_divided_by_its_cores(cost_tables):
