@@ -60,8 +60,9 @@ class Device:
     float32_flops: float = 0.0
 
 
-# The price of an H100 is the median of 37 providers in May 2026 (https://aimultiple.com/gpu-index); the
-# others are assumed. Peaks are those of NVIDIA's data sheets for dense products (L4, H100 SXM).
+# The price of an H100 is the median of 37 providers in May 2026
+# (https://aimultiple.com/gpu-index), and the others are assumed. The peaks are those of NVIDIA's
+# data sheets for dense products (L4, H100 SXM).
 CPU = Device("CPU, 16 cores", 0.64, 128e9, cores=16)
 L4 = Device("L4", 0.70, 64e9, num_gpus=1, bfloat16_flops=121e12, float32_flops=30e12)
 H100 = Device("H100", 2.95, 256e9, num_gpus=1, bfloat16_flops=989e12, float32_flops=67e12)
