@@ -112,18 +112,15 @@ def compute_encoding_seconds(rates: Rates, encoder: Rates, device: Device) -> fl
 def make_storing_table(rates: Rates) -> str:
     """Return the size of a store on disk and its price per month."""
     rows = []
-    bytes_by_name = {}
     for dtype, scan in rates["scan"].items():
-        bytes_by_name[f"store, {dtype}"] = scan["bytes_per_row"]
-    bytes_by_name[f"index IVF,{PQ_FACTORY}, in memory"] = PQ_BYTES + BYTES_PER_PQ_ID
-    for name, bytes_per_row in bytes_by_name.items():
+        bytes_per_row = scan["bytes_per_row"]
         cells = []
         for size in SIZES:
             num_bytes = size * bytes_per_row
             dollars = num_bytes / 1e9 * DOLLARS_PER_GB_MONTH
             cells.append(f"{format_bytes(num_bytes)}, {format_dollars(dollars)}")
-        rows.append([name, format_number(bytes_per_row), *cells])
-    return make_table(["", "bytes per passage", *SIZE_NAMES], rows)
+        rows.append([dtype, format_number(bytes_per_row), *cells])
+    return make_table(["store", "bytes per passage", *SIZE_NAMES], rows)
 
 
 def make_search_table(rates: Rates) -> str:

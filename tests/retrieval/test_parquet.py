@@ -15,7 +15,6 @@ from contaccum import DualEncoder
 from contaccum.cli import main
 from contaccum.errors import DataError
 from contaccum.retrieval import store as store_module
-from contaccum.retrieval.bm25 import fuse_runs
 from contaccum.retrieval.encode import encode_texts
 from contaccum.retrieval.search import build_index, search
 from contaccum.retrieval.store import EmbeddingStore, StoreWriter, write_parquet
@@ -195,16 +194,6 @@ def test_qdrant_lines_of_the_page_find_the_documents_and_scores_of_our_search(
     assert [point.payload["id"] for point in points] == ids
     np.testing.assert_allclose([point.score for point in points], scores, atol=1e-6)
     assert points[0].payload["text"].startswith("text ")
-
-
-def test_bm25_lines_of_the_page_rank_as_a_search_with_bm25():
-    add_bm25 = run_block_of_page("def add_bm25", {})["add_bm25"]
-    scores = np.random.default_rng(0).random((2, 20))
-    vectors = {f"d{row}": score for row, score in enumerate(scores[0])}
-    for num_found in (0, 1, 20):
-        words = {f"d{row + 9}": score for row, score in enumerate(scores[1, :num_found])}
-        fused = fuse_runs({"q": vectors}, {"q": words}, 0.3)["q"]
-        assert add_bm25(vectors, words, 0.3) == list(fused)
 
 
 def test_duckdb_lines_of_the_page_find_the_documents_and_scores_of_our_search(
