@@ -397,7 +397,9 @@ def fit(
 
         # 3. Search
         if not {"bf16", "fp16"} & given.keys():
-            method = list_methods(space, lambda line: None)[-1]  # one that trains both towers
+            # The first method that trains both towers, if there is one.
+            methods = list_methods(space, lambda line: None)
+            method = min(methods, key=lambda name: name == "query_side")
 
             def compare_precisions() -> dict[str, Any]:
                 seconds = []
@@ -1036,7 +1038,7 @@ def make_part_settings(final: Settings, share: float, folder: Path) -> Settings:
     on_first_rank(write_part_of_queries)
     changes: dict[str, Any] = {"train_data": [str(part_file)]}
     if final.max_steps > 0:
-        changes["max_steps"] = max(1, round(share * final.max_steps))
+        changes["max_steps"] = max(2, round(share * final.max_steps))  # the rate of the first is 0
     return replace(final, **changes)
 
 

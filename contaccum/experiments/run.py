@@ -60,7 +60,7 @@ RESULT_FILE = "result.json"
 
 # A speed is measured in so many updates, each of so many micro-batches at most.
 _MEASURED_UPDATES = 2
-_MEASURED_MICRO_BATCHES = 2
+_MEASURED_MICRO_BATCHES = 1
 
 
 # A piece of work in a folder ----------------------------------------------------------------------
@@ -348,7 +348,7 @@ def run_and_keep(settings: Settings, folder: Path) -> Result:
 def measure_speed(settings: Settings, folder: Path) -> float:
     """Return the present seconds per update of a training with the settings.
 
-    They are measured in two updates of a few micro-batches. The folder is removed.
+    They are measured in two updates of a single micro-batch. The folder is removed.
 
     Raises:
         UserError: for settings, data or a model that cannot be used.

@@ -6,7 +6,7 @@ settings that a field of `contaccum.settings` names values for (``tries``) are v
 best ones so far. No state is kept besides the folders of the trials, so a search goes on after a
 kill.
 
-Before the first trial, a few micro-batches of each method are timed. If its trials would take too
+Before the first trial, a micro-batch of each method is timed. If its trials would take too
 long, they have fewer updates, so that several have time; ``max_steps`` is the number. The final
 training of `contaccum fit` is longer than they are if there is time.
 """
@@ -647,45 +647,62 @@ class Search:
         )
         seconds = self._share * (self.budget.seconds - used_seconds - self.reserve)
         seconds -= self.budget.used() - used_seconds
+        # Query-side training leaves the documents as they are.
+        scoring_seconds = {
+            method: 0.0 if method == "query_side" else encoding_seconds for method in measured
+        }
+        sizes: dict[str, list[int]] = {}  # of an update, smaller than at the start
+        kept: dict[str, float] = {}  # {method: seconds of its shortest trial}
+        least_seconds = math.inf
+        for method, update_seconds in measured.items():
+            settings = self.space.make_settings(**self.starts[method])
+            args = ContAccumTrainingArguments.from_settings(settings)
+            num_pairs = args.total_train_batch_size
+            assert num_pairs is not None  # computed when the arguments are created
+            tried = [value for name, value in self.tries[method] if name == _UPDATE_SIZE]
+            sizes[method] = sorted((size for size in tried if size < num_pairs), reverse=True)
+            smallest = min([num_pairs, *sizes[method]])
+            min_length = min(MIN_UPDATES, count_updates(load_data(settings).dataset, args))
+            shortest_seconds = scoring_seconds[method]
+            shortest_seconds += _LOADING_MARGIN * min_length * update_seconds * smallest / num_pairs
+            if sum(kept.values()) + shortest_seconds <= seconds:
+                kept[method] = shortest_seconds
+                continue
+            least_seconds = min(least_seconds, shortest_seconds)
+            self.print_line(
+                f"{method} is left out, because it is too slow for the budget: {min_length} "
+                f"updates take {format_duration(shortest_seconds)}"
+            )
         starts: dict[str, Point] = {}
         full_lengths: dict[str, int] = {}  # of the training with the chosen settings
-        least_seconds = math.inf  # of the shortest trial
         seconds_left = seconds
-        for number, method in enumerate(measured):
+        for number, method in enumerate(kept):
             start = self.starts[method]
             settings = self.space.make_settings(**start)
             update_seconds = _LOADING_MARGIN * measured[method]
             dataset = load_data(settings).dataset
             args = ContAccumTrainingArguments.from_settings(settings)
-            # Query-side training leaves the documents as they are.
-            scoring_seconds = 0.0 if method == "query_side" else encoding_seconds
-            seconds_of_method = seconds_left / (len(measured) - number) - scoring_seconds
-            sizes = [value for name, value in self.tries[method] if name == _UPDATE_SIZE]
-            for size in sorted(sizes, reverse=True):
+            # The methods after this one have at least their shortest trials.
+            others = sum(list(kept.values())[number + 1 :])
+            seconds_of_method = min(
+                max(seconds_left / (len(kept) - number), kept[method]), seconds_left - others
+            )
+            seconds_of_method -= scoring_seconds[method]
+            for size in sizes[method]:
                 num_pairs = args.total_train_batch_size
-                assert num_pairs is not None  # computed when the arguments are created
+                assert num_pairs is not None
                 first_updates = min(_FIRST_UPDATES, count_updates(dataset, args))
-                if size < num_pairs and first_updates * update_seconds > seconds_of_method:
+                if first_updates * update_seconds > seconds_of_method:
                     start = {**start, _UPDATE_SIZE: size}
                     settings = self.space.make_settings(**start)
                     args = ContAccumTrainingArguments.from_settings(settings)
                     update_seconds *= size / num_pairs
             full_length = count_updates(dataset, args)
             longest = int(seconds_of_method / update_seconds)
-            length = int((seconds / _NUM_PLANNED_TRIALS - scoring_seconds) / update_seconds)
-            length = min(full_length, max(length, min(longest, _FIRST_UPDATES)))
-            min_length = min(full_length, MIN_UPDATES)
-            shortest_seconds = min_length * update_seconds + scoring_seconds
-            if length < min_length and shortest_seconds <= seconds_left:
-                length = min_length  # the other methods get less, or are left out
-            if length < min_length:
-                least_seconds = min(least_seconds, shortest_seconds)
-                self.print_line(
-                    f"{method} is left out, because it is too slow for the budget: {min_length} "
-                    f"updates take {format_duration(shortest_seconds)}"
-                )
-                continue
-            seconds_left -= length * update_seconds + scoring_seconds
+            length = int((seconds / _NUM_PLANNED_TRIALS - scoring_seconds[method]) / update_seconds)
+            length = max(length, min(longest, _FIRST_UPDATES), MIN_UPDATES)
+            length = min(length, full_length)
+            seconds_left -= length * update_seconds + scoring_seconds[method]
             if length < full_length:
                 start = {**start, "max_steps": length}
                 shown_size = f" of {start[_UPDATE_SIZE]} pairs" if _UPDATE_SIZE in start else ""

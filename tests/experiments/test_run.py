@@ -177,7 +177,7 @@ def test_run_is_repeated_only_if_something_that_decides_its_result_has_changed(
 
 
 def test_measured_speed_is_that_of_a_whole_update(root, tmp_path, monkeypatch):
-    """Two of the sixteen micro-batches of an update are measured."""
+    """One of the sixteen micro-batches of an update is measured."""
     settings = make_settings(
         root, per_device_train_batch_size=1, total_train_batch_size=16, learning_rate=1e-3
     )
@@ -191,8 +191,8 @@ def test_measured_speed_is_that_of_a_whole_update(root, tmp_path, monkeypatch):
         return clock
 
     monkeypatch.setattr(run_module, "_train", record_training)
-    assert measure_speed(settings, tmp_path / "speed") == 16.0
-    assert measured == [(2, 3)]
+    assert measure_speed(settings, tmp_path / "speed") == 32.0
+    assert measured == [(1, 3)]
     assert not (tmp_path / "speed").exists()
 
 

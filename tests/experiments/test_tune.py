@@ -327,18 +327,21 @@ def test_training_keeps_a_given_length_if_trials_are_cut(root, tmp_path, monkeyp
 
 
 def test_method_that_is_too_slow_is_left_out(root, tmp_path, monkeypatch, capsys):
-    monkeypatch.setattr(tune_module, "MAX_TRIALS", 5)
-    fake_trials(monkeypatch, lambda settings, *_: make_result(settings.learning_rate))
+    """The other method has all of the time: 16 updates, where half of the time allows 15."""
+    monkeypatch.setattr(tune_module, "MAX_TRIALS", 1)
+    (tmp_path / "long.yaml").write_text("num_train_epochs: 60\n")
+    fake_trials(monkeypatch, lambda settings, *_: make_result(0.5, settings.max_steps))
 
     def measure_speed(settings: Settings, *_: Any) -> float:
-        return 500.0 if settings.method == "grad_cache" else 0.001
+        return 500.0 if settings.method == "grad_cache" else 5.0
 
     monkeypatch.setattr(tune_module, "measure_speed", measure_speed)
-    assert tune(root, tmp_path / "out") == 0
+    arguments = ["tune", str(root / "config.yaml"), str(tmp_path / "long.yaml"), "--budget", "3m"]
+    assert main([*arguments, "--output", str(tmp_path / "out")]) == 0
     message = "grad_cache is left out, because it is too slow for the budget: 8 updates take 80 min"
     assert message in capsys.readouterr().out
-    methods = {trial["settings"]["method"] for trial in read_trials(tmp_path / "out")}
-    assert methods == {"contaccum"}
+    [trial] = read_trials(tmp_path / "out")
+    assert (trial["settings"]["method"], trial["updates"]) == ("contaccum", 16)
 
 
 @pytest.mark.parametrize(("seconds_per_document", "updates"), [(0.0, [14, 15]), (1.0, [8, 8])])
