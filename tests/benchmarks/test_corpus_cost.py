@@ -88,7 +88,7 @@ def test_encoding_time_on_a_gpu_is_products_and_tokenising(cost_tables):
     weights = 2 * 12 * 50**2
     attention = 4 * 100 * 50
     flops = 2 * 100 * (weights + attention)
-    assert seconds == pytest.approx(flops / (0.3 * 989e12) + 1 / 8000)
+    assert seconds == pytest.approx(flops / (0.3 * 989e12) + 1 / 2000)
 
 
 def test_search_time_is_decoding_and_scoring_divided_by_cores(cost_tables):
@@ -101,7 +101,7 @@ def test_search_time_on_a_gpu_is_copying_the_stored_rows_and_products(cost_table
     scan = RATES["scan"]["float32"]
     products = 2 * RATES["dimension"] * 1000 / (0.3 * 67e12)
     seconds = cost_tables.compute_search_seconds(RATES, cost_tables.H100, "float32", 10**6)
-    assert seconds == pytest.approx(10**6 * (scan["bytes_per_row"] / 10e9 + products))
+    assert seconds == pytest.approx(10**6 * (scan["bytes_per_row"] / 4e9 + products))
 
 
 def test_a_store_larger_than_memory_is_read_from_disk(cost_tables):
