@@ -92,7 +92,7 @@ def make_encoding_table(rates: Rates) -> str:
         for device in DEVICES:
             seconds = compute_encoding_seconds(rates, encoder, device)
             cells = make_cost_cells(lambda size, seconds=seconds: size * seconds, device)
-            device_and_price = f"{device.name}, ${device.dollars_per_hour:.2f} per hour"
+            device_and_price = f"{device.name}, ${device.dollars_per_hour:.2f}/h"
             rows.append([name, device_and_price, format_number(1 / seconds), *cells])
     return make_table(["encoder", "device", "passages/s", *SIZE_NAMES], rows)
 
@@ -201,19 +201,18 @@ def compute_probe_seconds(rates: Rates, num_rows: int) -> float:
 
 
 def make_cost_cells(compute_seconds: Callable[[int], float], device: Device) -> list[str]:
-    """Return "time, price" for each of `SIZES`."""
+    """Return "time, price" for each of `SIZES`; a price below a cent is left out."""
     cells = []
     for size in SIZES:
         seconds = compute_seconds(size)
         dollars = seconds / 3600 * device.dollars_per_hour
-        cells.append(f"{format_duration(seconds)}, {format_dollars(dollars)}")
+        cell = format_duration(seconds)
+        cells.append(cell if dollars < 0.01 else f"{cell}, {format_dollars(dollars)}")
     return cells
 
 
 def format_dollars(dollars: float) -> str:
-    """Return an amount with two significant digits, such as "$0.34"; below a cent, "< $0.01"."""
-    if dollars < 0.01:
-        return "< $0.01"
+    """Return an amount with two significant digits, such as "$0.34"."""
     if dollars < 10:
         return f"${dollars:.2f}"
     return f"${format_number(dollars)}"

@@ -145,8 +145,7 @@ def test_numbers_have_two_significant_digits_and_units(cost_tables, pages):
     ]
     assert pages.format_bytes(1.55e12) == "1.6 TB"
     assert pages.format_bytes(72e6) == "72 MB"
-    assert [cost_tables.format_dollars(value) for value in (0.004, 0.34, 1234)] == [
-        "< $0.01",
+    assert [cost_tables.format_dollars(value) for value in (0.34, 1234)] == [
         "$0.34",
         "$1,200",
     ]
