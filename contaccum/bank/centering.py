@@ -14,7 +14,7 @@ pairs in this micro-batch and in those that follow in the update). Then
     centred g_i = g_i - f S / (n r),    R <- (1 - f) S.
 
 The last micro-batch of an update has f = 1, so the weighted sum of the centred gradients of the
-update is zero. The state is one vector R per tower. docs/drift.md has the measurements.
+update is zero. The state is one vector R per tower. docs/study.md has the measurements.
 """
 
 from __future__ import annotations

@@ -4,7 +4,7 @@ A tower is the encoder in one of its two roles: for queries or for passages (doc
 a banked pair. Drift has two parts: the mean shift is a movement common to all texts of a tower; the
 residual is what remains of each text's movement without it. Without compensation an encoder can
 lower the loss by moving every new embedding away from every old one, because "new or old" is easier
-to learn than "relevant or not". docs/drift.md has the measurements.
+to learn than "relevant or not". docs/study.md has the measurements.
 
 - Documents are stored relative to the mean of the passage tower, so they move along with it:
   stored_j = d_j - mean at the time of storing, used_j = stored_j + current mean. (The code
