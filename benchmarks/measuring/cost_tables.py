@@ -27,8 +27,6 @@ BYTES_PER_PQ_ID = 8
 TRAINING_ROWS_PER_LIST = 64
 TRAINING_ITERATIONS = 10
 
-# Prices of November 2026
-DOLLARS_PER_GB_MONTH = 0.023
 GPU_UTILISATION = 0.3  # share of the peak that an encoder reaches on a GPU in bfloat16
 # Share of the float32 peak in exact search, with the selection of the best: docs/gpu.md has 33%.
 GPU_SEARCH_UTILISATION = 0.3
@@ -63,7 +61,7 @@ class Device:
     float32_flops: float = 0.0
 
 
-# The price of an H100 is the median of 37 providers in May 2026
+# Prices of November 2026: that of an H100 is the median of 37 providers in May 2026
 # (https://aimultiple.com/gpu-index), and the others are assumed. The peaks are those of NVIDIA's
 # data sheets for dense products (L4, H100 SXM).
 CPU = Device("CPU, 16 cores", 0.64, 128e9, cores=16)
@@ -79,7 +77,6 @@ def make_tables(rates: Rates) -> dict[str, str]:
     """Return {name of a table: Markdown}."""
     return {
         "encoding": make_encoding_table(rates),
-        "storing": make_storing_table(rates),
         "exact search": make_search_table(rates),
         "approximate search": make_index_table(rates),
     }
@@ -110,20 +107,6 @@ def compute_encoding_seconds(rates: Rates, encoder: Rates, device: Device) -> fl
     gpu_seconds = flops / (GPU_UTILISATION * device.bfloat16_flops)
     tokenize_rate = rates["tokenize"]["passages_per_core_second"] * GPU_HOST_CORES
     return (gpu_seconds + 1 / tokenize_rate) / device.num_gpus
-
-
-def make_storing_table(rates: Rates) -> str:
-    """Return the size of a store on disk and its price per month."""
-    rows = []
-    for dtype, scan in rates["scan"].items():
-        bytes_per_row = scan["bytes_per_row"]
-        cells = []
-        for size in SIZES:
-            num_bytes = size * bytes_per_row
-            dollars = num_bytes / 1e9 * DOLLARS_PER_GB_MONTH
-            cells.append(f"{format_bytes(num_bytes)}, {format_dollars(dollars)}")
-        rows.append([dtype, format_number(bytes_per_row), *cells])
-    return make_table(["store", "bytes per passage", *SIZE_NAMES], rows)
 
 
 def make_search_table(rates: Rates) -> str:
