@@ -66,6 +66,7 @@ from contaccum.experiments.folds import (
 )
 from contaccum.experiments.run import (
     IDENTITY_FILE,
+    MODEL_FOLDER,
     RESULT_FILE,
     begin,
     count_updates,
@@ -339,28 +340,29 @@ def fit(
         models = describe_models(base, proposed, args)
         require_same_work(folder, models, "models.json")
         with time_budget.measure("baselines"):
-            # After query-side training, which encodes no documents, those of the base model are
-            # searched.
-            is_encoded_again = given.get("method") != "query_side"
-            num_test_documents = 0
-            if is_encoded_again:
-                # The trained model also searches dev, for the weight of BM25 beside it.
-                num_dev_documents = _count_trial_documents(split)
-                num_test_documents = split.documents["test"] + num_dev_documents
 
-            def measure_times() -> _Times:
-                """Measure the time of encoding at the present speed of the machine."""
+            def count_test_documents(method: str | None) -> int:
+                """Return the number of documents to encode for dev and test, after the training."""
+                if method == "query_side":
+                    # It leaves the documents as they are. The store lacks only held-out passages.
+                    return split.dev + split.test
+                # The trained model also searches dev, for the weight of BM25 beside it.
+                return split.documents["test"] + _count_trial_documents(split)
+
+            def measure_times(method: str | None) -> _Times:
+                """Measure the time of encoding, at the present speed of the machine."""
                 times = on_first_rank(
                     lambda: _measure_encoding(base, corpus_file, split, guard_sets, batch_size)
                 )
+                test_seconds = times[0] * count_test_documents(method)
                 return _Times(
                     document=times[0],
                     corpus=_SAFETY_FACTOR * times[0] * split.documents["train"],
-                    test=_SAFETY_FACTOR * times[0] * num_test_documents + _LOADING_SECONDS,
+                    test=_SAFETY_FACTOR * test_seconds + _LOADING_SECONDS,
                     guard=_SAFETY_FACTOR * times[1],
                 )
 
-            times = measure_times()
+            times = measure_times(given.get("method"))
 
             def count_encoded() -> list[Any]:
                 num_encoded = sum(
@@ -371,7 +373,7 @@ def fit(
             num_encoded, has_baselines = on_first_rank(count_encoded)
             num_missing = split.documents["train"] - num_encoded
             if not has_baselines:
-                num_documents = num_missing + num_test_documents
+                num_documents = num_missing + count_test_documents(given.get("method"))
                 require_encoding_time(time_budget, num_documents, times.document, times.guard)
             # The user may remove the store of an unfinished fit to free space.
             if num_missing > 0 or not has_baselines:
@@ -460,7 +462,7 @@ def fit(
         config_file = folder / CONFIG_FILE
 
         def plan_training() -> dict[str, Any]:
-            now = measure_times()
+            now = measure_times(tuned.choice.settings["method"])
             reserve = now.sum_reserve(num_folds_with_time, num_parts)
             seconds_left = (time_budget.left() - reserve) / num_trainings
             second_seconds = math.inf
@@ -480,11 +482,23 @@ def fit(
             comment = f"# Chosen by contaccum fit on dev data; see {REPORT_FILE}.\n"
             on_first_rank(lambda: write_text(config_file, comment + to_yaml(options)))
             final = replace(Settings(), **options)
-            # Then ``model`` is the better one of two, or the merge with the base model.
-            is_last = not guard_sets and not plan["has_second_stage"]
-            trained_folder = folder / ("model" if is_last else "trained")
+            trained_folder = folder / "trained"
             training = run_and_keep(final, trained_folder)
-            is_like_trial = training.updates == tuned.chosen_trial["updates"]
+            trial = tuned.chosen_trial
+            is_like_trial = training.updates == trial["updates"]
+            trial_model = folder / "tuning" / "trials" / str(trial["trial"]) / MODEL_FOLDER
+            assert training.score is not None
+            if training.score < trial["score"] and on_first_rank(trial_model.is_dir):
+                print_line(
+                    f"the model of trial {trial['trial'] + 1} is kept, because it is better on dev "
+                    f"({trial['score']:.3f}) than after the final training ({training.score:.3f})"
+                )
+                for setting in ("max_steps", "eval_steps", "save_steps"):
+                    options[setting] = trial["updates"]
+                on_first_rank(lambda: write_text(config_file, comment + to_yaml(options)))
+                final = replace(Settings(), **options)
+                training = dataclasses.replace(training, score=trial["score"])
+                trained_folder, is_like_trial = trial_model, True
             if plan["has_second_stage"]:
                 print_line("second stage: the query tower against the documents encoded anew")
                 two_stages = replace(final, second_stage=str(corpus_file))
@@ -505,9 +519,9 @@ def fit(
 
         # 5. Merge with the base model, if there is a guard
         guard_record = None
-        if plan["has_second_stage"] and not guard_sets:
+        if not guard_sets:
             on_first_rank(lambda: copy_model(trained_folder, folder / "model"))
-        if guard_sets:
+        else:
 
             def merge() -> dict[str, Any]:
                 return write_best_merge(
@@ -549,7 +563,7 @@ def fit(
                 fold_folder = folder / "folds" / str(number)
                 if not on_first_rank((fold_folder / RESULT_FILE).is_file):
                     # One test is that of this fold, the other that of fold 0, at the end.
-                    times = measure_times()
+                    times = measure_times(final.method)
                     if time_budget.left() <= times.corpus + training_seconds + 2 * times.test:
                         print_line(
                             f"the verdict is over {number} of {num_folds} splits, because the "
@@ -577,7 +591,7 @@ def fit(
             for share in CURVE_SHARES:
                 part = folder / "curve" / f"{share:.0%}"
                 if not on_first_rank((part / "model" / RESULT_FILE).is_file):
-                    now = measure_times()
+                    now = measure_times(final.method)
                     # The tests of this part, of the earlier parts, and of the model itself.
                     needed = share * training_seconds + (2 + len(part_models)) * now.test
                     if needed > time_budget.left():

@@ -57,6 +57,7 @@ Identity = Mapping[str, Any]
 
 IDENTITY_FILE = "identity.json"
 RESULT_FILE = "result.json"
+MODEL_FOLDER = "model"
 
 # A speed is measured in so many updates, each of so many micro-batches at most.
 _MEASURED_UPDATES = 2
@@ -277,8 +278,9 @@ def run(
     *,
     point: Mapping[str, Any] | None = None,
     keeps_error: bool = False,
+    keeps_model: bool = False,
 ) -> Result:
-    """Train by the settings in a folder, and score the model, which is not saved.
+    """Train by the settings in a folder, and score the model.
 
     A finished run is not repeated.
 
@@ -287,6 +289,7 @@ def run(
         evaluator: scores the model at the end.
         point: what the caller varied; it is kept with the result.
         keeps_error: True: an error of the user is the result, in ``note``.
+        keeps_model: True: the model is saved in the folder `MODEL_FOLDER` there.
 
     Raises:
         UserError: for settings, data or a model that cannot be used.
@@ -295,7 +298,7 @@ def run(
 
     def work() -> dict[str, Any]:
         try:
-            result = _train_and_score(settings, evaluator, folder)
+            result = _train_and_score(settings, evaluator, folder, keeps_model)
         except UserError as error:
             if not keeps_error:
                 raise
@@ -409,10 +412,12 @@ def count_updates(dataset: Any, args: ContAccumTrainingArguments) -> int:
     return max(1, math.ceil(updates_per_epoch * args.num_train_epochs))
 
 
-def _train_and_score(settings: Settings, evaluator: RetrievalEvaluator, folder: Path) -> Result:
+def _train_and_score(
+    settings: Settings, evaluator: RetrievalEvaluator, folder: Path, keeps_model: bool
+) -> Result:
     """Train, and score the model at the end."""
     started = time.perf_counter()
-    clock = _train(settings, folder, evaluator)
+    clock = _train(settings, folder, evaluator, keeps_model)
     ended = time.perf_counter()
     query_scores = share(evaluator.query_scores)  # only the first process has scores
     return Result(
@@ -426,9 +431,12 @@ def _train_and_score(settings: Settings, evaluator: RetrievalEvaluator, folder: 
 
 
 def _train(
-    settings: Settings, folder: Path, evaluator: RetrievalEvaluator | None = None
+    settings: Settings,
+    folder: Path,
+    evaluator: RetrievalEvaluator | None = None,
+    keeps_model: bool = False,
 ) -> _UpdateTimes:
-    """Train in a folder without saving, and let the evaluator score the model at the end."""
+    """Train in a folder without checkpoints, and let the evaluator score the model at the end."""
     settings = replace(
         settings,
         output_dir=str(folder),
@@ -462,6 +470,8 @@ def _train(
     trainer.signals.saves_checkpoint = False
     try:
         trainer.train()
+        if keeps_model:
+            trainer.save_model(str(folder / MODEL_FOLDER))
     finally:
         del trainer, encoder
         gc.collect()  # a trainer and its model refer to each other

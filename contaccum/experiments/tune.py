@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
+import shutil
 from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
@@ -39,6 +40,7 @@ from contaccum.experiments.budget import (
 )
 from contaccum.experiments.ladder import find_best_value, next_values, round_value, smooth
 from contaccum.experiments.run import (
+    MODEL_FOLDER,
     QueryScores,
     Result,
     begin,
@@ -586,11 +588,21 @@ class Search:
                 # With several processes, only one of them may have the error, such as too little
                 # memory, and the others would wait for it.
                 keeps_error=bool(scored) and world_size() == 1,
+                # The training that follows may turn out worse than the best trial.
+                keeps_model=self.num_trainings > 0 and not self.space.settings.merge_adapter,
             )
             trials.append(Trial(len(trials), result))
+            on_first_rank(lambda: self._remove_models(trials))
             self.budget.save()
         self.print_line(f"the search ends: {reason}")
         return trials
+
+    def _remove_models(self, trials: Sequence[Trial]) -> None:
+        """Remove the saved models of all trials but the best one."""
+        scored = [trial for trial in trials if trial.result.score is not None]
+        for trial in trials:
+            if not scored or trial != choose_best(scored, self._groups):
+                shutil.rmtree(self.folder / str(trial.number) / MODEL_FOLDER, ignore_errors=True)
 
     def _find_end(self, plan: Mapping[str, Any], best: Trial | None) -> float:
         """Return the used seconds of the budget at which the search ends.

@@ -674,6 +674,7 @@ def test_dev_scores_of_a_longer_trial_are_not_compared_with_the_test(root, tmp_p
         return {**planned, "max_steps": 2, "eval_steps": 2, "save_steps": 2}, line
 
     monkeypatch.setattr(fit_module, "plan_final_training", plan_short_training)
+    monkeypatch.setattr(fit_module, "MODEL_FOLDER", "nowhere")  # the trial's model is not kept
     result = contaccum.fit(
         root / "pairs.jsonl",
         model=root / "fresh",
@@ -685,6 +686,43 @@ def test_dev_scores_of_a_longer_trial_are_not_compared_with_the_test(root, tmp_p
     record = json.loads((result.folder / "fit.json").read_text())
     assert record["choice"]["against_base"]["low"] > 0.0
     assert not [line for line in result.warnings if "disagree" in line]
+
+
+def test_model_of_the_best_trial_is_kept_if_the_final_training_is_worse(
+    root, tmp_path, monkeypatch
+):
+    """The final training is replaced by one at a rate that spoils the model."""
+    monkeypatch.setattr(tune_module, "MAX_TRIALS", 2)
+    train = fit_module.run_and_keep
+
+    def spoil(settings: Settings, folder: Path) -> Result:
+        return train(replace(settings, learning_rate=10.0), folder)
+
+    monkeypatch.setattr(fit_module, "run_and_keep", spoil)
+    lines: list[str] = []
+    result = contaccum.fit(
+        root / "pairs.jsonl",
+        model=root / "fresh",
+        output=tmp_path / "out",
+        test=100,
+        print_line=lines.append,
+        learning_rate=0.01,
+        **SETTINGS,
+    )
+    assert [line for line in lines if "is kept, because it is better on dev" in line]
+    record = json.loads((tmp_path / "out" / "fit.json").read_text())
+    chosen = record["choice"]["trial"]
+    models = [path.parent.name for path in (tmp_path / "out" / "tuning" / "trials").glob("*/model")]
+    assert models == [str(chosen)]
+    expected = contaccum.DualEncoder.from_pretrained(
+        str(tmp_path / "out" / "tuning" / "trials" / str(chosen) / "model"), device="cpu"
+    )
+    assert model_fingerprint(result.model) == model_fingerprint(expected)
+    # The config trains this model again.
+    options = ["--disable_tqdm", "true", "--output_dir", str(tmp_path / "again")]
+    assert main(["train", str(tmp_path / "out" / "config.yaml"), *options]) == 0
+    again = contaccum.DualEncoder.from_pretrained(str(tmp_path / "again"), device="cpu")
+    assert model_fingerprint(again) == model_fingerprint(result.model)
 
 
 @pytest.mark.parametrize("gain", [0.1, -0.1])
