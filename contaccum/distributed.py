@@ -106,7 +106,7 @@ def gather_states(state: dict[str, Tensor]) -> list[dict[str, Tensor]]:
     return states
 
 
-def share(content: Any) -> Any:
+def broadcast(content: Any) -> Any:
     """Return rank 0's ``content`` on every rank; the values of other ranks are ignored."""
     contents = [content]
     if world_size() > 1:

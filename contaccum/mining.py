@@ -31,7 +31,7 @@ from contaccum.data import Passage, RecordReport, load_beir_folder, read_passage
 from contaccum.data.beir import OUTSIDE_CORPUS
 from contaccum.data.near_duplicates import normalise
 from contaccum.data.records import RecordSource
-from contaccum.data.rows import Fault, parse_text
+from contaccum.data.rows import Fault, OnBadRecord, parse_text
 from contaccum.errors import ConfigError, DataError, UserError, check_choice
 from contaccum.files import AnyPath, Fingerprint, require_writable, write_json, write_text
 from contaccum.retrieval import bm25
@@ -184,7 +184,7 @@ def load_mining_data(
     *,
     data_format: Any = None,
     split: str = "train",
-    on_bad_record: Literal["stop", "skip"] = "stop",
+    on_bad_record: OnBadRecord = "stop",
     columns: Mapping[str, str] | None = None,
     min_score: float | None = None,
 ) -> MiningData:

@@ -30,14 +30,14 @@ def run(argv: Sequence[str]) -> int:
     parser.add_budget_options("the search", Path("runs/tune"))
     args, training_arguments = parser.parse_known_args(argv[num_configs:])
 
-    from contaccum.experiments.budget import Budget, parse_duration
+    from contaccum.experiments.budget import USED_TIME_FILE, Budget, parse_duration
     from contaccum.experiments.run import only_first_rank
     from contaccum.experiments.tune import TUNED_CONFIG, tune
     from contaccum.settings import read
 
     fixed = read(training_arguments)
     given = {**read(argv[:num_configs]), **fixed}
-    budget = Budget(parse_duration(args.budget), args.output / "used_time.json")
+    budget = Budget(parse_duration(args.budget), args.output / USED_TIME_FILE)
     tuned = tune(given, list(fixed), budget, args.output, print_at_once)
 
     print_line = only_first_rank(print_at_once)

@@ -10,10 +10,11 @@ import os
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any
 
 from contaccum.data import CQADUPSTACK_FORUMS, PUBLIC_NAMES, BeirDataset, get_default_split
 from contaccum.data.beir import get_set_name, is_beir_folder, load_beir_folder, resolve_beir_data
+from contaccum.data.rows import OnBadRecord
 from contaccum.defaults import DEFAULT_K_VALUES
 from contaccum.errors import ConfigError, DataError
 from contaccum.evaluation.metrics import (
@@ -57,7 +58,7 @@ def describe_data(dataset: BeirDataset) -> dict[str, Any]:
 def load_data(
     source: str | os.PathLike[str],
     split: str | None = None,
-    on_bad_record: Literal["stop", "skip"] = "stop",
+    on_bad_record: OnBadRecord = "stop",
 ) -> BeirDataset:
     """Load a BEIR data set.
 

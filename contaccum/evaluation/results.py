@@ -22,6 +22,7 @@ from urllib.parse import quote, unquote
 from contaccum.data import CQADUPSTACK_FORUMS
 from contaccum.data.rows import (
     Fault,
+    OnBadRecord,
     RecordReport,
     parse_number,
     parse_rows,
@@ -172,9 +173,7 @@ def _encode_id(identifier: str) -> str:
     return _ENCODED + quote(identifier)
 
 
-def read_trec_run(
-    path: str | os.PathLike[str], on_bad_record: Literal["stop", "skip"] = "stop"
-) -> Run:
+def read_trec_run(path: str | os.PathLike[str], on_bad_record: OnBadRecord = "stop") -> Run:
     """Read a run of any system, plain or gzip.
 
     Ids that `trec_lines` has encoded are decoded; all others stay as they are. The column of ranks

@@ -10,11 +10,14 @@ from contextlib import contextmanager
 from itertools import islice
 from pathlib import Path
 
-from contaccum.distributed import rank, share
+from contaccum.distributed import broadcast, rank
 from contaccum.encoders.dual_encoder import DualEncoder
 from contaccum.errors import ConfigError
 from contaccum.files import read_json, write_json
 from contaccum.retrieval.encode import encode_texts
+
+USED_TIME_FILE = "used_time.json"
+"""The file of a `Budget` in the folder of a command."""
 
 _NUM_MEASURED_DOCUMENTS = 64  # documents on which the time of encoding is measured
 _WARM_UP_DOCUMENTS = 4
@@ -83,7 +86,7 @@ class Budget:
 
         All processes must call it, so that they make the same decisions.
         """
-        return share(self.used_here())
+        return broadcast(self.used_here())
 
     def left(self) -> float:
         """Return the seconds that are left; negative if the budget is exceeded."""

@@ -23,7 +23,7 @@ from dataclasses import asdict, dataclass, fields
 from datetime import UTC, datetime
 from functools import cached_property
 from pathlib import Path
-from typing import Any, Literal, NamedTuple
+from typing import Any, NamedTuple
 
 import yaml
 
@@ -31,7 +31,7 @@ from contaccum import __version__
 from contaccum.data.beir import BeirDataset, load_beir_folder, read_split_queries
 from contaccum.data.near_duplicates import find_near_duplicates, group_queries
 from contaccum.data.records import parse_columns, read_records
-from contaccum.data.rows import RecordReport, passage_text
+from contaccum.data.rows import OnBadRecord, RecordReport, passage_text
 from contaccum.data.split import (
     CORPUS_FILE,
     TRAIN_FILE,
@@ -50,6 +50,7 @@ from contaccum.evaluation.evaluator import RetrievalEvaluator, sample
 from contaccum.evaluation.metrics import sign_flip_test
 from contaccum.evaluation.results import Run
 from contaccum.experiments.budget import (
+    USED_TIME_FILE,
     Budget,
     format_duration,
     measure_seconds_per_document,
@@ -196,7 +197,7 @@ def fit(
     corpus: AnyPath | None = None,
     data_format: str | None = None,
     data_columns: Mapping[str, str] | Sequence[str] | None = None,
-    on_bad_record: Literal["stop", "skip"] = "stop",
+    on_bad_record: OnBadRecord = "stop",
     min_score: float | None = None,
     dev: float | None = None,
     test: float | None = None,
@@ -278,7 +279,7 @@ def fit(
     may_restart = on_first_rank(lambda: require_free_folder(folder))
     with begin(folder, request, "contaccum fit", may_restart):
         batch_size = args.per_device_eval_batch_size
-        time_budget = Budget(seconds, folder / "used_time.json")
+        time_budget = Budget(seconds, folder / USED_TIME_FILE)
         held_out = folder / "data"
         train_file = held_out / TRAIN_FILE
         corpus_file = held_out / CORPUS_FILE

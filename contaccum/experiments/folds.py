@@ -15,12 +15,12 @@ import shutil
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 from contaccum.data.beir import BeirDataset, load_beir_folder, read_split_queries
 from contaccum.data.near_duplicates import group_queries, normalise
 from contaccum.data.records import SPLIT_RECORD, RecordSource
-from contaccum.data.rows import RecordReport
+from contaccum.data.rows import OnBadRecord, RecordReport
 from contaccum.data.split import (
     CORPUS_FILE,
     FEW_TEST_QUERIES,
@@ -85,7 +85,7 @@ class Pairs:
     corpus: Path | None = None
     data_format: str | None = None
     columns: dict[str, str] | None = None
-    on_bad_record: Literal["stop", "skip"] = "stop"
+    on_bad_record: OnBadRecord = "stop"
     dev: float | None = None
     test: float | None = None
     future: Future | None = None

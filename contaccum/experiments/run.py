@@ -35,7 +35,7 @@ from transformers import (
 from transformers.trainer_utils import IntervalStrategy
 
 from contaccum import __version__
-from contaccum.distributed import RANK_TIMEOUT, rank, share, world_size
+from contaccum.distributed import RANK_TIMEOUT, broadcast, rank, world_size
 from contaccum.encoders.dual_encoder import DualEncoder
 from contaccum.errors import ConfigError, UserError
 from contaccum.evaluation.evaluator import RetrievalEvaluator
@@ -94,7 +94,7 @@ def once(
         return finished
     with begin(folder, identity, "run", may_restart=True):
         result = work() if all_ranks or rank() == 0 else None
-        result = share(json.loads(json.dumps(result)))  # as it will be read, without tuples
+        result = broadcast(json.loads(json.dumps(result)))  # as it will be read, without tuples
         if rank() == 0:
             write_json(folder / RESULT_FILE, result)
     return result
@@ -135,7 +135,7 @@ def begin(folder: Path, identity: Identity, command: str, may_restart: bool) -> 
         require_same_work(folder, identity)
         if rank() == 0:
             (folder / RESULT_FILE).unlink(missing_ok=True)
-        share(None)  # the other processes wait for the first one
+        broadcast(None)  # the other processes wait for the first one
         try:
             yield
         except UserError:
@@ -168,7 +168,7 @@ def _list_changes(file: Path, identity: Identity) -> list[str]:
 
 def on_first_rank(work: Callable[[], Any]) -> Any:
     """Return on all processes what the first one computes, as JSON; the others wait for it."""
-    return share(work() if rank() == 0 else None)
+    return broadcast(work() if rank() == 0 else None)
 
 
 def only_first_rank(print_line: Callable[[str], None]) -> Callable[[str], None]:
@@ -374,7 +374,7 @@ def measure_speed(settings: Settings, folder: Path) -> float:
         if rank() == 0:
             shutil.rmtree(folder, ignore_errors=True)
     # All processes use the time of the first process, so that they make the same decisions.
-    return share(scale * statistics.fmean(update_seconds))
+    return broadcast(scale * statistics.fmean(update_seconds))
 
 
 def read_results(folder: Path) -> list[Result]:
@@ -419,7 +419,7 @@ def _train_and_score(
     started = time.perf_counter()
     clock = _train(settings, folder, evaluator, keeps_model)
     ended = time.perf_counter()
-    query_scores = share(evaluator.query_scores)  # only the first process has scores
+    query_scores = broadcast(evaluator.query_scores)  # only the first process has scores
     return Result(
         score=statistics.fmean(query_scores.values()),
         query_scores=query_scores,

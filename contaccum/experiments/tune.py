@@ -25,7 +25,7 @@ from typing import Any, NamedTuple
 from contaccum.data.beir import find_beir_file
 from contaccum.data.near_duplicates import group_queries
 from contaccum.data.rows import passage_text
-from contaccum.distributed import rank, share, world_size
+from contaccum.distributed import broadcast, rank, world_size
 from contaccum.encoders.dual_encoder import DualEncoder
 from contaccum.encoders.loading import model_name
 from contaccum.errors import ConfigError, DataError, UserError
@@ -1045,7 +1045,7 @@ def tune(
                 )
                 if rank() == 0:
                     corpus_encoder.encode()
-                share(None)  # the other processes wait for the first one
+                broadcast(None)  # the other processes wait for the first one
             evaluator.documents = StoreDocuments(EmbeddingStore.open(space.store))
         base_run = evaluator.search(encoder)
         baselines = score_baselines(evaluator, base_run, evaluator.search_bm25())

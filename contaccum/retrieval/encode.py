@@ -24,7 +24,7 @@ from tqdm.auto import tqdm
 
 from contaccum.data import Passage, RecordReport, passage_text, read_passages
 from contaccum.data.beir import find_beir_file
-from contaccum.data.rows import parse_question_line, parse_rows, parse_text, read_lines
+from contaccum.data.rows import OnBadRecord, parse_question_line, parse_rows, parse_text, read_lines
 from contaccum.data.sampling import text_ids
 from contaccum.encoders.settings import Kind, get_prompt, get_tower
 from contaccum.errors import DataError, UserError, check_choice, quoted
@@ -280,7 +280,7 @@ def tokenisation_fingerprint(model: object, kind: Kind | None = None) -> str | N
     return fingerprint.hex()
 
 
-def require_texts(corpus: Path, on_bad_record: Literal["stop", "skip"] = "stop") -> None:
+def require_texts(corpus: Path, on_bad_record: OnBadRecord = "stop") -> None:
     """Read the start of a corpus, up to 65,536 texts; raise `DataError` if it cannot be used.
 
     This takes seconds, so it is done before a model is loaded or a folder is created.
@@ -326,7 +326,7 @@ class CorpusEncoder:
         precision: str = "float32",
         shard_size: int = 50_000,
         overwrite: bool = False,
-        on_bad_record: Literal["stop", "skip"] = "stop",
+        on_bad_record: OnBadRecord = "stop",
     ) -> None:
         self.model = model
         self.corpus = corpus

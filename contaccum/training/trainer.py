@@ -43,7 +43,7 @@ from transformers.trainer_utils import HubStrategy, TrainOutput
 
 from contaccum.data.samplers import RESUMABLE_SAMPLERS
 from contaccum.data.sampling import get_samplings
-from contaccum.distributed import share
+from contaccum.distributed import broadcast
 from contaccum.encoders.adapters import has_adapter, merge_adapter, replace_saved_adapter
 from contaccum.encoders.dual_encoder import SIMILARITY_NAMES, DualEncoder
 from contaccum.encoders.loading import copy_module_code, loading, require_model
@@ -265,7 +265,7 @@ class ContAccumTrainer(SentenceTransformerTrainer):
         folder = None
         if point is None:
             # Not from the generators of training, whose seed may be the same in many runs.
-            self.run_id = share(uuid4().hex[:16])
+            self.run_id = broadcast(uuid4().hex[:16])
         else:
             folder = str(point.folder)
             self.run_id = point.marker["run_id"]
