@@ -342,28 +342,20 @@ def fit(
         require_same_work(folder, models, "models.json")
         with time_budget.measure("baselines"):
 
-            def count_test_documents(method: str | None) -> int:
-                """Return the number of documents to encode for dev and test, after the training."""
-                if method == "query_side":
-                    # It leaves the documents as they are. The store lacks only held-out passages.
-                    return split.dev + split.test
-                # The trained model also searches dev, for the weight of BM25 beside it.
-                return split.documents["test"] + _count_trial_documents(split)
-
-            def measure_times(method: str | None) -> _Times:
-                """Measure the time of encoding, at the present speed of the machine."""
+            def measure_times() -> _Times:
+                """Measure the time of encoding at the present speed of the machine."""
                 times = on_first_rank(
                     lambda: _measure_encoding(base, corpus_file, split, guard_sets, batch_size)
                 )
-                test_seconds = times[0] * count_test_documents(method)
                 return _Times(
                     document=times[0],
                     corpus=_SAFETY_FACTOR * times[0] * split.documents["train"],
-                    test=_SAFETY_FACTOR * test_seconds + _LOADING_SECONDS,
                     guard=_SAFETY_FACTOR * times[1],
+                    split=split,
                 )
 
-            times = measure_times(given.get("method"))
+            times = measure_times()
+            given_method = given.get("method")
 
             def count_encoded() -> list[Any]:
                 num_encoded = sum(
@@ -374,7 +366,7 @@ def fit(
             num_encoded, has_baselines = on_first_rank(count_encoded)
             num_missing = split.documents["train"] - num_encoded
             if not has_baselines:
-                num_documents = num_missing + count_test_documents(given.get("method"))
+                num_documents = num_missing + times.count_test_documents(given_method)
                 require_encoding_time(time_budget, num_documents, times.document, times.guard)
             # The user may remove the store of an unfinished fit to free space.
             if num_missing > 0 or not has_baselines:
@@ -425,8 +417,9 @@ def fit(
                 space = dataclasses.replace(space, settings=proposed)
         # With a large corpus, encoding it for each fold could leave no time for the search. The
         # other folds are used only if there is time left at the end.
-        seconds_of_folds = _MAX_SHARE_OF_FOLDS * time_budget.left() - times.test - times.guard
-        num_further_folds = max(0, int(seconds_of_folds / (times.corpus + times.test)))
+        test_seconds = times.get_test(given_method)
+        seconds_of_folds = _MAX_SHARE_OF_FOLDS * time_budget.left() - test_seconds - times.guard
+        num_further_folds = max(0, int(seconds_of_folds / (times.corpus + test_seconds)))
         num_folds_with_time = min(num_folds, 1 + num_further_folds)
         num_parts = len(CURVE_SHARES) if curve else 0
         # The trainings on parts of the pairs together take nearly as long as one on all of them.
@@ -443,7 +436,7 @@ def fit(
                 evaluator,
                 baselines,
                 time_budget,
-                times.sum_reserve(num_folds_with_time, num_parts),
+                lambda method: times.sum_reserve(method, num_folds_with_time, num_parts),
                 num_trainings,
                 folder / "tuning",
                 print_line,
@@ -463,8 +456,9 @@ def fit(
         config_file = folder / CONFIG_FILE
 
         def plan_training() -> dict[str, Any]:
-            now = measure_times(tuned.choice.settings["method"])
-            reserve = now.sum_reserve(num_folds_with_time, num_parts)
+            now = measure_times()
+            method = tuned.choice.settings["method"]
+            reserve = now.sum_reserve(method, num_folds_with_time, num_parts)
             seconds_left = (time_budget.left() - reserve) / num_trainings
             second_seconds = math.inf
             if "method" not in given:
@@ -564,8 +558,9 @@ def fit(
                 fold_folder = folder / "folds" / str(number)
                 if not on_first_rank((fold_folder / RESULT_FILE).is_file):
                     # One test is that of this fold, the other that of fold 0, at the end.
-                    times = measure_times(final.method)
-                    if time_budget.left() <= times.corpus + training_seconds + 2 * times.test:
+                    now = measure_times()
+                    needed = now.corpus + training_seconds + 2 * now.get_test(final.method)
+                    if time_budget.left() <= needed:
                         print_line(
                             f"the verdict is over {number} of {num_folds} splits, because the "
                             "budget is not enough for more"
@@ -592,9 +587,11 @@ def fit(
             for share in CURVE_SHARES:
                 part = folder / "curve" / f"{share:.0%}"
                 if not on_first_rank((part / "model" / RESULT_FILE).is_file):
-                    now = measure_times(final.method)
+                    now = measure_times()
                     # The tests of this part, of the earlier parts, and of the model itself.
-                    needed = share * training_seconds + (2 + len(part_models)) * now.test
+                    needed = share * training_seconds + (2 + len(part_models)) * now.get_test(
+                        final.method
+                    )
                     if needed > time_budget.left():
                         print_line(f"no training on {share:.0%} of the pairs: no time is left")
                         break
@@ -892,24 +889,38 @@ class _Times(NamedTuple):
     Attributes:
         document: for encoding a document, without a margin.
         corpus: for encoding the corpus of another fold.
-        test: for the test of one fold.
         guard: for the scores on the guard sets.
+        split: the split of the data.
     """
 
     document: float
     corpus: float
-    test: float
     guard: float
+    split: Split
 
-    def sum_reserve(self, num_folds: int, num_parts: int) -> float:
-        """Return the seconds to reserve for everything but training.
+    def count_test_documents(self, method: str | None) -> int:
+        """Return the number of documents to encode for the scores after a training by a method."""
+        if method == "query_side":
+            # It leaves the documents as they are, and the store lacks only held-out passages.
+            return self.split.dev + self.split.test
+        # The trained model also searches dev, for the weight of BM25 beside it.
+        return self.split.documents["test"] + _count_trial_documents(self.split)
+
+    def get_test(self, method: str | None) -> float:
+        """Return the seconds for the test of one fold after a training by a method."""
+        num_documents = self.count_test_documents(method)
+        return _SAFETY_FACTOR * self.document * num_documents + _LOADING_SECONDS
+
+    def sum_reserve(self, method: str, num_folds: int, num_parts: int) -> float:
+        """Return the seconds to reserve for everything but training by a method.
 
         Args:
             num_folds: the number of folds that are used.
             num_parts: the number of models that are trained on a part of the pairs and tested.
         """
-        further_folds = (num_folds - 1) * (self.corpus + self.test)
-        return (1 + num_parts) * self.test + further_folds + self.guard
+        test_seconds = self.get_test(method)
+        further_folds = (num_folds - 1) * (self.corpus + test_seconds)
+        return (1 + num_parts) * test_seconds + further_folds + self.guard
 
 
 def _measure_encoding(

@@ -526,7 +526,8 @@ class Search:
         evaluator: the evaluator of the dev data.
         base: the base model, by which the time of encoding the dev documents is measured.
         budget: the time of the whole command.
-        reserve: the seconds of the budget that are reserved for the steps after training.
+        reserve: returns the seconds of the budget to reserve for the steps after a training by a
+            method.
         num_trainings: the number of trainings with the chosen settings that follow the search;
             time is left for them.
         folder: the folder of the trials.
@@ -539,7 +540,7 @@ class Search:
     evaluator: RetrievalEvaluator
     base: DualEncoder
     budget: Budget
-    reserve: float
+    reserve: Callable[[str], float]
     num_trainings: int
     folder: Path
     print_line: Callable[[str], None]
@@ -561,15 +562,18 @@ class Search:
         while True:
             scored = [trial for trial in trials if trial.result.score is not None]
             best = max(scored, key=lambda trial: trial.result.score or 0.0, default=None)
-            seconds_left = self._find_end(plan, best) - self.budget.used()
-            if trials:
-                self._print_progress(trials, best, seconds_left)
+            used_seconds = self.budget.used()
+            seconds_left = 0.0
             affordable = {}
             for method, start in plan["starts"].items():
+                seconds_of_method = self._find_end(plan, best, method) - used_seconds
+                seconds_left = max(seconds_left, seconds_of_method)
                 # The first trials of the methods were planned so that they have time.
                 seconds = [trial.result.seconds for trial in scored if trial.method == method]
-                if max(seconds[-3:], default=0.0) <= seconds_left or not scored:
+                if max(seconds[-3:], default=0.0) <= seconds_of_method or not scored:
                     affordable[method] = start
+            if trials:
+                self._print_progress(trials, best, seconds_left)
             point = choose_next(affordable, self.tries, trials, self._groups)
             if len(trials) == MAX_TRIALS:
                 reason = f"more than {MAX_TRIALS} trials would mainly choose the noise of dev"
@@ -577,7 +581,7 @@ class Search:
             if point is None:
                 reason = "all settings have been tried"
                 if len(affordable) < len(plan["starts"]):
-                    left = format_duration(max(0.0, seconds_left))
+                    left = format_duration(seconds_left)
                     reason = f"the {left} that it has left are not enough for another trial"
                 break
             result = run(
@@ -604,14 +608,16 @@ class Search:
             if not scored or trial != choose_best(scored, self._groups):
                 shutil.rmtree(self.folder / str(trial.number) / MODEL_FOLDER, ignore_errors=True)
 
-    def _find_end(self, plan: Mapping[str, Any], best: Trial | None) -> float:
-        """Return the used seconds of the budget at which the search ends.
+    def _find_end(self, plan: Mapping[str, Any], best: Trial | None, method: str) -> float:
+        """Return the used seconds of the budget at which the search ends for trials of a method.
 
         The rest is for the trainings with the chosen settings: a share of the time, or less if the
         method that leads does not need so much for its full length.
         """
         # A later start may have a larger budget.
-        seconds = self.budget.seconds - plan["used_seconds"] - self.reserve
+        leading = method if best is None else best.method
+        reserve = max(self.reserve(method), self.reserve(leading))
+        seconds = self.budget.seconds - plan["used_seconds"] - reserve
         end = plan["used_seconds"] + seconds * self._share
         if best is not None and self.num_trainings > 0:
             result = best.result
@@ -657,7 +663,8 @@ class Search:
         encoding_seconds = len(texts) * on_first_rank(
             lambda: measure_seconds_per_document(self.base, texts, len(texts), batch_size)
         )
-        seconds = self._share * (self.budget.seconds - used_seconds - self.reserve)
+        reserve = max(map(self.reserve, self.starts))
+        seconds = self._share * (self.budget.seconds - used_seconds - reserve)
         seconds -= self.budget.used() - used_seconds
         # Query-side training leaves the documents as they are.
         scoring_seconds = {
@@ -730,11 +737,11 @@ class Search:
             full_lengths[method] = full_length
         if not starts:
             self.budget.save()
-            needed = used_seconds + self.reserve + least_seconds * len(self.starts) / self._share
+            needed = used_seconds + reserve + least_seconds * len(self.starts) / self._share
             raise ConfigError(
                 f"the budget of {format_duration(self.budget.seconds)} is too short: the shortest "
                 f"trial takes {format_duration(least_seconds)}, and the steps before and after the "
-                f"search {format_duration(used_seconds + self.reserve)} (give --budget "
+                f"search {format_duration(used_seconds + reserve)} (give --budget "
                 f"{suggest_budget(needed)} or more)"
             )
         return {"used_seconds": used_seconds, "starts": starts, "full_lengths": full_lengths}
@@ -748,7 +755,6 @@ class Search:
         if best is None or trial.result.score is None:
             self.print_line(f"{settings}: {redact(trial.result.note)}")
             return
-        seconds_left = max(0.0, seconds_left)
         expected_trials = len(trials) + int(seconds_left / max(trial.result.seconds, 0.1))
         rate = best.point.get("learning_rate", "the given rate")
         self.print_line(
@@ -848,7 +854,7 @@ def search_settings(
     evaluator: RetrievalEvaluator,
     baselines: Baselines,
     budget: Budget,
-    reserve: float,
+    reserve: Callable[[str], float],
     num_trainings: int,
     folder: Path,
     print_line: Callable[[str], None],
@@ -1057,7 +1063,7 @@ def tune(
             evaluator,
             baselines,
             budget,
-            0.0,
+            lambda method: 0.0,
             0,
             output,
             print_line,
