@@ -77,6 +77,12 @@ def test_finetune_on_pairs_prints_scores_before_and_after(run_example, tiny_mode
         assert 0 < float(score) <= 1
 
 
+def test_sentence_transformers_trains_with_the_loss(run_example, tiny_model_path, capsys):
+    model = run_example("sentence_transformers_loss")
+    assert have_weights_changed(model, tiny_model_path)
+    assert re.search(r"^similarities: \[-?\d\S+, -?\d\S+\]$", capsys.readouterr().out, re.M)
+
+
 def test_hard_negatives_mines_once_and_trains_on_the_negatives(
     run_example, tiny_model_path, places, tmp_path, capsys
 ):

