@@ -42,10 +42,6 @@ from contaccum.data.records import Passage, Record
 LEAST_OVERLAP = 0.7
 """Least Jaccard similarity of near-duplicates."""
 
-_MAX_SHARED_QUERIES = 0.2
-"""Largest share of test queries that may have a positive in common with the training records, if
-the test set is to count as one about new passages."""
-
 _GRAM_LENGTH = 5
 _SKETCH_SIZE = 128
 _PADDING = np.uint64(2**64 - 1)
@@ -457,16 +453,3 @@ def group_queries(dataset: BeirDataset) -> dict[str, int]:
         records.append(Record(text, get_positives(dataset, query_id), negatives=[]))
     groups = group_records(records, None).group_of_record
     return dict(zip(dataset.queries, groups, strict=True))
-
-
-def shares_passages(records: Sequence[Record], test: BeirDataset) -> bool:
-    """Return True if more than a fifth of the test queries have a positive of a training record."""
-    training_positives = {
-        normalise(positive) for record in records for positive in record.positives
-    }
-    num_shared = 0
-    for query_id in test.queries:
-        test_positives = {normalise(positive) for positive in get_positives(test, query_id)}
-        if not test_positives.isdisjoint(training_positives):
-            num_shared += 1
-    return num_shared > _MAX_SHARED_QUERIES * len(test.queries)

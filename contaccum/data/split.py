@@ -45,7 +45,6 @@ from contaccum.data.near_duplicates import (
     get_words,
     group_records,
     normalise,
-    shares_passages,
 )
 from contaccum.data.records import SPLIT_RECORD, Passage, Record, RecordSource, read_passages
 from contaccum.data.rows import RecordReport
@@ -75,6 +74,10 @@ _SMALL_GROUPS_PER_SET = 4
 
 FEW_TEST_QUERIES = 100
 """Number of test queries below which the split warns: most differences would be noise."""
+
+_MAX_SHARED_QUERIES = 0.2
+"""Largest share of test queries that may have a positive in common with the training records, if
+the test set is to count as one about new passages."""
 
 LEAST_KNOWN_PASSAGES = 20
 """Least number of passages with known queries for which some are held out by default."""
@@ -260,7 +263,7 @@ def split_data(
         )
     corpus_documents = _read_corpus(data, corpus, published_test, settings, report)
 
-    by_query = published_test is not None and shares_passages(records, published_test)
+    by_query = published_test is not None and _shares_passages(records, published_test)
     grouping = group_records(
         records, published_test, by_query, corpus_documents or (), show_progress
     )
@@ -337,6 +340,17 @@ def read_split(folder: AnyPath) -> Split:
         return Split(**{count.name: content[count.name] for count in fields(Split)})
     except KeyError as error:
         raise DataError(f"{file}: {error} is missing; split the data again") from error
+
+
+def _shares_passages(records: Sequence[Record], test: BeirDataset) -> bool:
+    """Return True if more than a fifth of the test queries have a positive of a training record."""
+    training_positives = _collect_positives(records)
+    num_shared = 0
+    for query_id in test.queries:
+        test_positives = {normalise(positive) for positive in get_positives(test, query_id)}
+        if not test_positives.isdisjoint(training_positives):
+            num_shared += 1
+    return num_shared > _MAX_SHARED_QUERIES * len(test.queries)
 
 
 def _read_corpus(

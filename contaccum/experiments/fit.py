@@ -97,7 +97,7 @@ from contaccum.experiments.tune import (
     write_tuned,
 )
 from contaccum.experiments.verdict import (
-    QueryScores,
+    ScoreColumns,
     Verdict,
     compare_queries,
     compute_verdict,
@@ -551,7 +551,7 @@ def fit(
         if weight == 0:  # the verdict is about the base model
             training_seconds = 0.0
             task = "testing again"
-        fold_scores: list[QueryScores] = []
+        fold_scores: list[ScoreColumns] = []
         with time_budget.measure("other splits"):
             first_dev = load_beir_folder(held_out / "dev", "test")
             for number in range(1, num_folds):

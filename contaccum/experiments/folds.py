@@ -46,7 +46,7 @@ from contaccum.experiments.run import (
 from contaccum.experiments.tune import MINED_FILE, mine_once
 from contaccum.experiments.verdict import (
     SYSTEMS,
-    QueryScores,
+    ScoreColumns,
     SystemResult,
     load_trained,
     search_test_set,
@@ -214,7 +214,7 @@ def score_fold(
     first_dev: BeirDataset,
     bm25_weights: Mapping[str, float],
     batch_size: int,
-) -> QueryScores:
+) -> ScoreColumns:
     """Train and test on a further fold, and return the scores of its test queries.
 
     The split and the trained model are removed afterwards.
@@ -239,7 +239,7 @@ def score_fold(
         pairs.hold_out(data, number)
         encode_corpus(base, "base", data / CORPUS_FILE, store, batch_size)
 
-    def test() -> QueryScores:
+    def test() -> ScoreColumns:
         evaluator = load_evaluator(data / "test", store, batch_size)
         trained = base
         if weight != 0:
@@ -249,7 +249,7 @@ def score_fold(
         results = search_test_set(evaluator, base, trained, bm25_weights)
         return collect_scores(evaluator.dataset, results, number, first_dev)
 
-    def work() -> QueryScores:
+    def work() -> ScoreColumns:
         on_first_rank(hold_out)
         if weight != 0:
             run_and_keep(_make_fold_settings(final, folder), folder / "model")
@@ -299,7 +299,7 @@ def collect_scores(
     results: Mapping[str, SystemResult],
     fold: int = 0,
     dev: BeirDataset | None = None,
-) -> QueryScores:
+) -> ScoreColumns:
     """Return the scores of the test queries of a fold, with their groups and kinds.
 
     Args:
@@ -311,7 +311,7 @@ def collect_scores(
         known.update(read_split_queries(test_set.path, "known", RecordReport()))
     groups = group_queries(test_set)
     left_out = set(map(normalise, dev.queries.values())) if dev else set()
-    scores: QueryScores = {name: {} for name in (*SYSTEMS, "group", "known")}
+    scores: ScoreColumns = {name: {} for name in (*SYSTEMS, "group", "known")}
     for query_id, text in test_set.queries.items():
         if normalise(text) in left_out:
             continue
@@ -324,9 +324,9 @@ def collect_scores(
     return scores
 
 
-def pool_scores(fold_scores: Sequence[QueryScores]) -> QueryScores:
+def pool_scores(fold_scores: Sequence[ScoreColumns]) -> ScoreColumns:
     """Return the scores of the test queries of all folds."""
-    pooled: QueryScores = {}
+    pooled: ScoreColumns = {}
     for scores in fold_scores:
         for name, values in scores.items():
             pooled.setdefault(name, {}).update(values)

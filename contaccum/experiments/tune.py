@@ -604,8 +604,9 @@ class Search:
     def _remove_models(self, trials: Sequence[Trial]) -> None:
         """Remove the saved models of all trials but the best one."""
         scored = [trial for trial in trials if trial.result.score is not None]
+        best = choose_best(scored, self._groups) if scored else None
         for trial in trials:
-            if not scored or trial != choose_best(scored, self._groups):
+            if trial is not best:
                 shutil.rmtree(self.folder / str(trial.number) / MODEL_FOLDER, ignore_errors=True)
 
     def _find_end(self, plan: Mapping[str, Any], best: Trial | None, method: str) -> float:

@@ -31,7 +31,7 @@ from contaccum.retrieval.encode import model_fingerprint
 
 SYSTEMS = ("bm25", "base", "base_with_bm25", "trained", "trained_with_bm25")
 """What is compared on the test set."""
-QueryScores = dict[str, dict[str, Any]]
+ScoreColumns = dict[str, dict[str, Any]]
 """{column: {test query: value}}: nDCG@10 of each of `SYSTEMS`, its "group", and whether it is
 "known"."""
 MAX_SHOWN_QUERIES = 10
@@ -150,7 +150,7 @@ def compute_verdict(
     )
 
 
-def compute_verdicts(scores: QueryScores, folds: int = 1) -> dict[str, Verdict]:
+def compute_verdicts(scores: ScoreColumns, folds: int = 1) -> dict[str, Verdict]:
     """Compute a verdict on new documents and one on known documents, if each has enough queries.
 
     Returns:
@@ -286,7 +286,7 @@ def search_test_set(
     return results
 
 
-def describe_production(scores: QueryScores, bm25_weights: Mapping[str, float]) -> str:
+def describe_production(scores: ScoreColumns, bm25_weights: Mapping[str, float]) -> str:
     """Return a line about searches with BM25 beside the vectors, as in production."""
     means = {system: statistics.fmean(scores[system].values()) for system in SYSTEMS}
     line = (

@@ -39,7 +39,7 @@ from contaccum.experiments.fit import FitResult, pool_documents
 from contaccum.experiments.folds import Pairs
 from contaccum.experiments.run import Result, run_and_keep
 from contaccum.experiments.tune import Choice, Tuned
-from contaccum.experiments.verdict import QueryScores, compute_verdicts
+from contaccum.experiments.verdict import ScoreColumns, compute_verdicts
 from contaccum.files import atomic_folder, lock_folder, write_json
 from contaccum.retrieval.encode import model_fingerprint
 from contaccum.retrieval.store import EmbeddingStore
@@ -218,7 +218,7 @@ def test_each_kind_of_documents_has_a_verdict_if_it_has_ten_queries(
     tmp_path, monkeypatch, num_known, kinds, gain_of_new
 ):
     """All verdicts must be BETTER for `--require better`."""
-    scores: QueryScores = {name: {} for name in ("base", "trained", "bm25", "group", "known")}
+    scores: ScoreColumns = {name: {} for name in ("base", "trained", "bm25", "group", "known")}
     for number in range(40):
         is_known = number < num_known
         gain = 0.1 if is_known else gain_of_new
@@ -406,7 +406,7 @@ def test_other_splits_get_mined_negatives_if_the_first_split_has_them(root, tmp_
 
 def score_second_fold(
     root: Path, tmp_path: Path, weight: float | None, **changes: Any
-) -> QueryScores:
+) -> ScoreColumns:
     """Hold out the first split of a fit, with a reduced dev set, and score the second split."""
     pairs = Pairs(tmp_path / "few.jsonl")
     data = tmp_path / "out" / "data"
