@@ -115,7 +115,11 @@ class Budget:
 
 
 def measure_seconds_per_document(
-    encoder: DualEncoder, documents: Iterable[str], num_documents: int, batch_size: int
+    encoder: DualEncoder,
+    documents: Iterable[str],
+    num_documents: int,
+    batch_size: int,
+    precision: str = "float32",
 ) -> float:
     """Return the seconds to encode one document, as a mean over a sample of a corpus.
 
@@ -124,13 +128,14 @@ def measure_seconds_per_document(
 
     Args:
         num_documents: number of documents in the corpus.
+        precision: type of autocast; see `encode_texts`.
     """
     step = max(1, num_documents // _NUM_MEASURED_DOCUMENTS)
     sample = list(islice(documents, 0, step * _NUM_MEASURED_DOCUMENTS, step))
     # The first batch is slower than all others, because it allocates memory.
-    encode_texts(encoder, sample[:_WARM_UP_DOCUMENTS], "document", batch_size)
+    encode_texts(encoder, sample[:_WARM_UP_DOCUMENTS], "document", batch_size, precision)
     started = time.perf_counter()
-    encode_texts(encoder, sample, "document", batch_size)
+    encode_texts(encoder, sample, "document", batch_size, precision)
     return (time.perf_counter() - started) / len(sample)
 
 

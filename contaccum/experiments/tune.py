@@ -661,8 +661,12 @@ class Search:
         rows = self.evaluator.dataset.corpus.values()
         texts = [passage_text(row["title"], row["text"]) for row in rows]
         batch_size = self.evaluator.batch_size
+        # A trial encodes the documents in the precision of its training.
+        precision = "bfloat16" if self.space.settings.bf16 else "float32"
         encoding_seconds = len(texts) * on_first_rank(
-            lambda: measure_seconds_per_document(self.base, texts, len(texts), batch_size)
+            lambda: measure_seconds_per_document(
+                self.base, texts, len(texts), batch_size, precision
+            )
         )
         reserve = max(map(self.reserve, self.starts))
         seconds = self._share * (self.budget.seconds - used_seconds - reserve)
