@@ -1,5 +1,8 @@
 """Seconds of an update with a compiled encoder, time to compile it, and the number of its graphs.
 
+The encoder is compiled twice: as it is by default, and with CUDA graphs (`torch_compile_mode:
+reduce-overhead`), which launch all kernels of a pass at once.
+
 The option ``torch_compile`` of `contaccum train` compiles the encoder in the same way: accelerate
 calls `torch.compile` with the arguments that are used here. A compiled graph is valid for certain
 inputs, for example for one sequence length or for all of them; for other inputs the encoder is
@@ -15,6 +18,7 @@ import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
+from itertools import pairwise
 from typing import Any
 from unittest.mock import patch
 
@@ -28,7 +32,9 @@ from contaccum import ContAccumLoss, DualEncoder
 from gpu_parts.settings import NotMeasured, Run
 from gpu_parts.turns import UpdateSizes, quartiles, run_update
 
-ENCODERS = ("eager", "compiled")
+MODES = {"compiled": "default", "compiled, CUDA graphs": "reduce-overhead"}
+"""{encoder: mode of `torch.compile`}."""
+ENCODERS = ("eager", *MODES)
 
 
 @dataclass(frozen=True)
@@ -80,8 +86,9 @@ def measure_lengths(sizes: CompileSizes, run: Run) -> dict[str, Any]:
     losses = {name: make_filled_loss(model, sizes, run) for name in ENCODERS}
     # As in accelerate's `Accelerator.prepare_model`. sentence-transformers' trainer then replaces
     # the model of a loss that exists already.
-    compiled_model = torch.compile(model, **TorchDynamoPlugin(backend=sizes.backend).to_kwargs())
-    losses["compiled"].model = compiled_model
+    for name, mode in MODES.items():
+        plugin = TorchDynamoPlugin(backend=sizes.backend, mode=mode)
+        losses[name].model = torch.compile(model, **plugin.to_kwargs())
     optimizer = make_optimizer(model)
     results: list[dict[str, Any]] = []
     result: dict[str, Any] = {"sizes": asdict(sizes), "lengths": results}
@@ -96,7 +103,9 @@ def measure_lengths(sizes: CompileSizes, run: Run) -> dict[str, Any]:
     if not results:
         raise NotMeasured("the time was over before the first length; increase --minutes")
     result["graph_breaks"] = sum(counters["graph_break"].values())
-    result["embedding_difference"] = compare_embeddings(model, compiled_model, sizes, run)
+    result["embedding_difference"] = {
+        name: compare_embeddings(model, losses[name].model, sizes, run) for name in MODES
+    }
     torch._dynamo.reset()  # the compiled graphs hold memory
     num_missing = len(sizes.lengths) - len(results)
     if num_missing > 0:
@@ -136,11 +145,12 @@ def measure_length(
 ) -> dict[str, Any]:
     """Time the first update with new lengths, and then updates in turns."""
     vocabulary = model[0].model.config.vocab_size
-    num_graphs_before = counters["stats"]["unique_graphs"]
+    num_graphs = [counters["stats"]["unique_graphs"]]
     first_seconds = {}
     for name in ENCODERS:
         figures = run_update("contaccum", losses[name], optimizer, vocabulary, sizes, run)
         first_seconds[name] = figures["seconds"]
+        num_graphs.append(counters["stats"]["unique_graphs"])
     order = random.Random(0)
     seconds: dict[str, list[float]] = {name: [] for name in ENCODERS}
     peaks_mb: dict[str, float | None] = {}
@@ -149,13 +159,17 @@ def measure_length(
             figures = run_update("contaccum", losses[name], optimizer, vocabulary, sizes, run)
             seconds[name].append(figures["seconds"] or 0.0)
             peaks_mb[name] = figures["peak_mb"]
-    pairs_of_seconds = zip(seconds["compiled"], seconds["eager"], strict=True)
+    ratios = {}
+    for name in MODES:
+        pairs_of_seconds = zip(seconds[name], seconds["eager"], strict=True)
+        ratios[name] = quartiles([compiled / eager for compiled, eager in pairs_of_seconds])
+    new_graphs = [after - before for before, after in pairwise(num_graphs)]
     return {
         "query_length": sizes.query_length,
         "passage_length": sizes.passage_length,
         "first_seconds": first_seconds,
         "seconds": {name: quartiles(values) for name, values in seconds.items()},
-        "ratio": quartiles([compiled / eager for compiled, eager in pairs_of_seconds]),
+        "ratio": ratios,
         "peak_mb": peaks_mb,
-        "new_graphs": counters["stats"]["unique_graphs"] - num_graphs_before,
+        "new_graphs": dict(zip(ENCODERS, new_graphs, strict=True)),
     }

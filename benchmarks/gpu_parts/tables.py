@@ -221,24 +221,26 @@ def make_out_of_memory_table(result: Record) -> str:
 
 
 def make_compile_table(result: Record) -> str:
-    """Return times and graphs of a compiled encoder by length."""
+    """Return times and graphs of the encoders by length."""
     rows = []
     for case in result["lengths"]:
-        row = [
-            f"{case['query_length']}, {case['passage_length']}",
-            format_number(case["seconds"]["eager"]["median"]),
-            format_number(case["seconds"]["compiled"]["median"]),
-            format_ratio(case["ratio"]["median"]),
-            format_number(case["first_seconds"]["compiled"]),
-            str(case["new_graphs"]),
-        ]
-        rows.append(row)
+        for encoder, seconds in case["seconds"].items():
+            ratio = case["ratio"].get(encoder)
+            row = [
+                f"{case['query_length']}, {case['passage_length']}",
+                encoder,
+                format_number(seconds["median"]),
+                "" if ratio is None else format_ratio(ratio["median"]),
+                format_number(case["first_seconds"][encoder]),
+                str(case["new_graphs"].get(encoder, "")),
+            ]
+            rows.append(row)
     header = [
         "tokens of queries, passages",
-        "seconds, eager",
-        "seconds, compiled",
+        "encoder",
+        "seconds",
         "relative",
-        "first update, compiled",
+        "first update",
         "graphs compiled",
     ]
     return make_table(header, rows)

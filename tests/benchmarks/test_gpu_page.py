@@ -106,9 +106,9 @@ RESULTS_BY_PART: dict[str, dict[str, Any]] = {
                 "query_length": 32,
                 "passage_length": 128,
                 "seconds": {"eager": SECONDS, "compiled": SECONDS},
-                "ratio": {"median": 0.7},
-                "first_seconds": {"compiled": 34.0},
-                "new_graphs": 3,
+                "ratio": {"compiled": {"median": 0.7}},
+                "first_seconds": {"eager": 1.1, "compiled": 34.0},
+                "new_graphs": {"compiled": 3},
             }
         ]
     },
@@ -208,7 +208,10 @@ EXPECTED_ROWS = {
         "| halving, grad_accum | 64 | 32 | 256, 256 | 2e-06 | passed |",
         "| auto, contaccum | 256 | 32 | 256, 256 | - | passed |",
     ],
-    "compile": ["| 32, 128 | 1.0 | 1.0 | 0.70 | 34 | 3 |"],
+    "compile": [
+        "| 32, 128 | eager | 1.0 |  | 1.1 |  |",
+        "| 32, 128 | compiled | 1.0 | 0.70 | 34 | 3 |",
+    ],
     "encoding": ["| minilm | bfloat16 | 128 | 5,000 | 640,000 | 20,000 | 25% |"],
     "query_side": [
         "| 10,000,000 | float16, 7.9 GB | GPU | 1.0 | 30 | 16,000 MB |",
