@@ -61,7 +61,7 @@ def make_memory_rows() -> list[str]:
     rows = []
     for case in read("gpu/update_time.json")["result"]["cases"]:
         measured = case["methods"]["contaccum"]
-        memory = f"{measured['peak_mb'] / 1000:.1f} GB"
+        memory = f"{measured['peak_mb'] / 1024:.1f} GB"
         speed = f"{measured['pairs_per_second']:,.0f}"
         rows.append(f"| {MODELS[case['backbone']]} | {case['local']} | {memory} | {speed} |")
     return rows

@@ -1,9 +1,9 @@
-"""Draw the pictures of the studies from their committed results.
+"""Draw the pictures of the studies, and of the memory on a GPU, from their committed results.
 
     python eval/study/draw_study.py
 
 Writes to docs/pictures: gain.png and time_study.png (study by time), bank_in_use.png and study.png
-(study of the bank).
+(study of the bank), gpu_memory.png (docs/gpu.md).
 """
 
 from __future__ import annotations
@@ -58,6 +58,13 @@ STUDY_ENTRIES = {
     "grad_accum": "accumulation",
 }
 """{entry of the reports of the study of the bank, from top to bottom: label}."""
+MEMORY_LINES = {
+    "contaccum": ("contaccum", "o-C1"),
+    "mnrl": ("accumulation (mnrl)", "x:C7"),
+    "grad_cache": ("grad_cache", "o-C0"),
+    "mnrl_cached": ("mnrl_cached", "x:k"),
+}
+"""{method of the GPU benchmark: label, format of matplotlib}."""
 
 FAILED_BELOW = 3.0
 """A seed that is this many points or more below the best one of its method is a hollow dot."""
@@ -246,6 +253,40 @@ def draw_small_encoders(folder: Path) -> Figure:
     return figure
 
 
+def draw_gpu_memory(update_time: dict[str, Any], card_gb: int = 8) -> Figure:
+    """Draw peak memory against the micro-batch: a line for each encoder and method.
+
+    Args:
+        update_time: record of the part `update_time` of benchmarks/gpu.py.
+        card_gb: memory of the card whose line is drawn. 1 GB is 1,024 MB, as for the memory of
+            cards.
+    """
+    figure = Figure(figsize=(7.5, 3.8), layout="constrained")
+    axes = figure.subplots()
+    cases = sorted(update_time["cases"], key=lambda case: case["local"])
+    for backbone, name in (("minilm", "MiniLM"), ("bert-base", "BERT-base")):
+        measured = [case for case in cases if case["backbone"] == backbone]
+        sizes = [case["local"] for case in measured]
+        for method, (label, style) in MEMORY_LINES.items():
+            memory = [case["methods"][method]["peak_mb"] / 1024 for case in measured]
+            axes.plot(sizes, memory, style, label=label if backbone == "minilm" else None)
+        place = {"xytext": (10, 0), "textcoords": "offset points", "va": "center"}
+        axes.annotate(name, (sizes[-1], memory[-1]), **place)
+    axes.axhline(card_gb, color="black", linewidth=1)
+    axes.text(1, card_gb + 0.1, f"{card_gb} GB card", va="bottom")
+    axes.set_xscale("log", base=2)
+    sizes = sorted({case["local"] for case in cases})
+    axes.set_xticks(sizes, [str(size) for size in sizes])
+    axes.set_xlim(right=2.2 * sizes[-1])
+    axes.set_ylim(0, card_gb + 1)
+    axes.set_xlabel("pairs per micro-batch")
+    axes.set_ylabel("peak memory, GB")
+    axes.grid(alpha=0.3)
+    axes.spines[["top", "right"]].set_visible(False)
+    figure.legend(loc="outside upper center", ncols=4, frameon=False, fontsize=9)
+    return figure
+
+
 def main() -> None:
     """Write all pictures."""
     parser = argparse.ArgumentParser(
@@ -257,11 +298,13 @@ def main() -> None:
     folder = args.results / "by_time"
     by_time = read_time_study(folder)
     plan = next(iter(by_time.values())).plan
+    update_time = read_json(args.results / "gpu" / "update_time.json")
     figures = {
         "gain": draw_gain(by_time, args.results / "query_side"),
         "time_study": draw_time(by_time, read_json(folder / "encoding.json")),
         "bank_in_use": draw_bank_in_use(plan, folder),
         "study": draw_small_encoders(args.results / "quality"),
+        "gpu_memory": draw_gpu_memory(update_time["result"]),
     }
     for name, figure in figures.items():
         figure.savefig(args.pictures / f"{name}.png", dpi=150)

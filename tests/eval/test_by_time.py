@@ -600,3 +600,17 @@ def test_every_method_is_drawn_with_one_encoding_of_the_corpus_and_all_seeds(stu
         assert end == pytest.approx(minutes + training)
     failed = [list(line.get_ydata()) for line in lines if line.get_fillstyle() == "none"]
     assert [pytest.approx(87.0, abs=0.05)] in failed
+
+
+def test_memory_of_a_micro_batch_is_drawn_below_the_line_of_the_card(study):
+    """A card with 8 GB has 8,192 MB, so the memory is divided by 1,024."""
+    record = read_json(ROOT / "benchmarks" / "gpu" / "update_time.json")["result"]
+    axes = importlib.import_module("draw_study").draw_gpu_memory(record).axes[0]
+    lines = {line.get_label(): line for line in axes.get_lines()}
+    [memory] = [
+        case["methods"]["contaccum"]["peak_mb"]
+        for case in record["cases"]
+        if (case["backbone"], case["local"]) == ("minilm", 128)
+    ]
+    assert list(lines["contaccum"].get_xdata()) == [1, 8, 32, 128]
+    assert lines["contaccum"].get_ydata()[-1] == memory / 1024
