@@ -270,8 +270,7 @@ def draw_gpu_memory(update_time: dict[str, Any], card_gb: int = 8) -> Figure:
         for method, (label, style) in MEMORY_LINES.items():
             memory = [case["methods"][method]["peak_mb"] / 1024 for case in measured]
             axes.plot(sizes, memory, style, label=label if backbone == "minilm" else None)
-        place = {"xytext": (10, 0), "textcoords": "offset points", "va": "center"}
-        axes.annotate(name, (sizes[-1], memory[-1]), **place)
+        axes.text(1.15 * sizes[-1], memory[-1], name, va="center")
     axes.axhline(card_gb, color="black", linewidth=1)
     axes.text(1, card_gb + 0.1, f"{card_gb} GB card", va="bottom")
     axes.set_xscale("log", base=2)
