@@ -359,9 +359,9 @@ def make_search_table(result: Record) -> str:
         f"recall@{sizes['k']}",
     ]
     table = make_table(header, rows)
-    if "copy_seconds" in result:
-        seconds = format_number(result["copy_seconds"])
-        table += f"\n\nCopying `{sizes['factory']}` to the GPU took {seconds} s."
+    if "build_seconds" in result:
+        seconds = format_number(result["build_seconds"])
+        table += f"\n\nBuilding `{sizes['factory']}` took {seconds} s."
     return table
 
 

@@ -3,8 +3,9 @@
 `FaissSearcher` encodes texts and searches: ``EvaluateRetrieval(FaissSearcher(model))``.
 `build_index`, `open_index` and `search` work on embeddings, an array or a store of any size. "Flat"
 is exact and builds no index: the embeddings themselves are searched block by block, by FAISS on the
-CPU and by torch on GPUs. Scores are inner products; with the metric "cos", of L2-normalised copies.
-A document is named by its row.
+CPU and by torch on GPUs. All other indexes are FAISS's, on the CPU or, with faiss-gpu, on GPUs.
+Scores are inner products; with the metric "cos", of L2-normalised copies. A document is named by
+its row.
 """
 
 from __future__ import annotations
@@ -179,8 +180,9 @@ class DenseIndex:
         metric: "cos" or "dot".
         parameters: FAISS search parameters; None if the factory has none.
         faiss_index: the FAISS index; None for "Flat", which searches the embeddings themselves.
-        gpus: numbers of the GPUs that search a "Flat" index; the CPU searches if there are none.
-            The embeddings stay in their memory, if they have room, as long as the index lives.
+        gpus: numbers of the GPUs that search; the CPU searches if there are none. The embeddings,
+            if they have room, or a copy of the FAISS index stay in their memory as long as the
+            index lives.
     """
 
     corpus: Embeddings
@@ -191,6 +193,7 @@ class DenseIndex:
     faiss_index: faiss.Index | None = None
     gpus: Sequence[int] = ()
     _on_gpus: list[DeviceEmbeddings] = field(default_factory=list, init=False, repr=False)
+    _faiss_index_on_gpus: faiss.Index | None = field(default=None, init=False, repr=False)
 
 
 def build_index(
@@ -207,7 +210,8 @@ def build_index(
             as long as the index is used.
         factory: FAISS factory string. "Flat" is exact and runs on the GPUs of `find_gpus`, else
             on the CPU. "HNSW32", "IVF1024,Flat", "SQ8", "OPQ16_64,IVF256,PQ16" and others trade
-            exactness for speed or memory and run on the CPU.
+            exactness for speed or memory. With faiss-gpu, inverted files with flat vectors, PQ or
+            SQ are built on the first GPU and searched on all of them; others run on the CPU.
         metric: "cos" or "dot"; None: the similarity of the store, "cos" for an array. With "cos",
             normalised copies are compared; the array of the caller does not change.
         ids: N document ids for an array; None: the row numbers. Documents with equal scores are
@@ -219,6 +223,8 @@ def build_index(
         ConfigError: see `check_factory`.
         UserError: an embedding holds NaN or infinity ("Flat" raises it during the search).
     """
+    import faiss
+
     num_rows, dimension = embeddings.shape
     metric = metric or getattr(embeddings, "similarity", None) or "cos"
     index, parameters = check_factory(factory, dimension, num_rows, metric, parameters)
@@ -229,22 +235,42 @@ def build_index(
         get_ids = np.array(ids, dtype=object).__getitem__
     if factory == "Flat":
         return DenseIndex(embeddings, get_ids, factory, metric, parameters, gpus=find_gpus())
-    try:
-        if not index.is_trained:
-            # Each inverted list has one centroid.
-            num_points = _TRAINING_POINTS_PER_CENTROID * _count_inverted_lists(index)
-            num_points = min(max(num_points, _MIN_TRAINING_POINTS), num_rows)
-            sample = np.random.default_rng(0).choice(num_rows, num_points, replace=False)
-            vectors = embeddings[np.sort(sample)]  # a store reads ascending rows fastest
-            index.train(prepare_vectors(vectors, metric, "embedding of the training sample"))
-        for start, block in _list_blocks(embeddings, _get_slice_size(dimension)):
-            index.add(prepare_vectors(block, metric, "document embedding", start))
-    except RuntimeError as error:
-        raise ConfigError(
-            f"FAISS cannot build index {factory!r} on {num_rows} vectors: {_get_reason(error)} "
-            "(choose fewer lists or smaller codes, or 'Flat')"
-        ) from error
-    return DenseIndex(embeddings, get_ids, factory, metric, parameters, index)
+    # Each inverted list has one centroid.
+    num_points = _TRAINING_POINTS_PER_CENTROID * _count_inverted_lists(index)
+    num_points = min(max(num_points, _MIN_TRAINING_POINTS), num_rows)
+    gpus = _find_gpus_of_faiss(index)
+    if gpus:
+        # A GPU refuses an index that searches more than 2,048 lists, also while it is built.
+        faiss.extract_index_ivf(index).nprobe = 1
+        try:
+            index_on_gpu = _copy_to_gpus(index, gpus[:1])
+            _fill(index_on_gpu, num_points, embeddings, metric)
+            index = faiss.index_gpu_to_cpu(index_on_gpu)
+        except RuntimeError as error:
+            reason = _get_reason(error)
+            logger.warning(f"index {factory!r}: built on the CPU, not a GPU: {reason}")
+            gpus = []
+    if not gpus:
+        try:
+            _fill(index, num_points, embeddings, metric)
+        except RuntimeError as error:
+            raise ConfigError(
+                f"FAISS cannot build index {factory!r} on {num_rows} vectors: {_get_reason(error)} "
+                "(choose fewer lists or smaller codes, or 'Flat')"
+            ) from error
+    _set_parameters(index, factory, parameters)
+    return DenseIndex(embeddings, get_ids, factory, metric, parameters, index, gpus)
+
+
+def _fill(index: faiss.Index, num_points: int, embeddings: Embeddings, metric: Similarity) -> None:
+    """Train a FAISS index with a sample of the embeddings, and add all of them."""
+    num_rows, dimension = embeddings.shape
+    if not index.is_trained:
+        sample = np.random.default_rng(0).choice(num_rows, num_points, replace=False)
+        vectors = embeddings[np.sort(sample)]  # a store reads ascending rows fastest
+        index.train(prepare_vectors(vectors, metric, "embedding of the training sample"))
+    for start, block in _list_blocks(embeddings, _get_slice_size(dimension)):
+        index.add(prepare_vectors(block, metric, "document embedding", start))
 
 
 def find_gpus() -> list[int]:
@@ -252,6 +278,35 @@ def find_gpus() -> list[int]:
     if torch.cuda.is_available() and world_size() > 1:
         return [torch.cuda.current_device()]
     return list(range(torch.cuda.device_count()))
+
+
+def _find_gpus_of_faiss(index: faiss.Index) -> list[int]:
+    """Return the numbers of the GPUs for an index; none with faiss-cpu."""
+    import faiss
+
+    inverted_file = faiss.try_extract_index_ivf(index)
+    if faiss.get_num_gpus() == 0 or inverted_file is None:
+        return []
+    # FAISS copies an index of a subclass, too, but without what the subclass adds.
+    types = (faiss.IndexIVFFlat, faiss.IndexIVFPQ, faiss.IndexIVFScalarQuantizer)
+    return find_gpus() if type(faiss.downcast_index(inverted_file)) in types else []
+
+
+def _copy_to_gpus(index: faiss.Index, gpus: Sequence[int]) -> faiss.Index:
+    """Copy the whole index to each GPU; each then searches with a part of the queries.
+
+    Raises:
+        RuntimeError: no GPU can have such an index, or it has no memory for it.
+    """
+    import faiss
+
+    options = faiss.GpuMultipleClonerOptions()
+    try:
+        return faiss.index_cpu_to_gpus_list(index, options, list(gpus))
+    except RuntimeError:
+        # The lookup tables of PQ with more than 48 bytes fit into a GPU's shared memory in float16.
+        options.useFloat16 = True
+        return faiss.index_cpu_to_gpus_list(index, options, list(gpus))
 
 
 def open_index(
@@ -307,7 +362,8 @@ def open_index(
             f"{path}: cannot be read: {_get_reason(error)} ({_REMEDY_FOR_FILE})"
         ) from error
     parameters = _set_parameters(faiss_index, factory, parameters)
-    return DenseIndex(store, store.ids, factory, metric, parameters, faiss_index)
+    gpus = _find_gpus_of_faiss(faiss_index)
+    return DenseIndex(store, store.ids, factory, metric, parameters, faiss_index, gpus)
 
 
 def search(
@@ -341,13 +397,29 @@ def search(
     k = min(k, num_documents)
     queries = prepare_vectors(queries, index.metric, "query embedding")
     if index.faiss_index is not None:
-        scores, rows = index.faiss_index.search(queries, k)
+        scores, rows = _search_faiss_index(index, index.faiss_index, queries, k)
     else:
         num_results = min(k + _NUM_EXTRA_RESULTS, num_documents)
         scores, rows = _search_exactly(index, queries, num_results, show_progress)
     scores[rows < 0] = -np.inf
     _order_ties_by_id(index.ids, scores, rows)
     return scores[:, :k], rows[:, :k]
+
+
+def _search_faiss_index(
+    index: DenseIndex, faiss_index: faiss.Index, queries: np.ndarray, k: int
+) -> tuple[np.ndarray, np.ndarray]:
+    if index.gpus:
+        try:
+            if index._faiss_index_on_gpus is None:
+                index._faiss_index_on_gpus = _copy_to_gpus(faiss_index, index.gpus)
+            return index._faiss_index_on_gpus.search(queries, k)
+        except RuntimeError as error:  # such as k or nprobe above 2,048, or no memory
+            reason = _get_reason(error)
+            logger.warning(f"index {index.factory!r}: searched on the CPU, not a GPU: {reason}")
+            index.gpus = ()
+            index._faiss_index_on_gpus = None
+    return faiss_index.search(queries, k)
 
 
 def _search_exactly(

@@ -3,6 +3,8 @@
 import json
 import resource
 from collections.abc import Callable
+from functools import partial
+from types import SimpleNamespace
 
 import faiss
 import numpy as np
@@ -239,6 +241,118 @@ def test_an_index_is_built_once_and_read_from_its_file(store, tmp_path, factory,
     read_scores, read_rows = search(read_index, queries, 20)
     np.testing.assert_array_equal(built_scores, read_scores)
     np.testing.assert_array_equal(built_rows, read_rows)
+
+
+class IndexOnFakeGpus:
+    """A FAISS index on the CPU that records its work, and has the limits of GPUs, but lower."""
+
+    max_table_bytes = 4 * 8  # lookup table of a query: eight sub-quantizers in float32
+    max_lists = 12
+    max_k = 100
+
+    def __init__(self, index, options, gpus, work) -> None:
+        inverted_file = faiss.downcast_index(faiss.extract_index_ivf(index))
+        if isinstance(index, faiss.IndexRefine):
+            raise RuntimeError("This index type is not implemented on GPU.")
+        if inverted_file.nprobe > self.max_lists:
+            raise RuntimeError("GPU IVF index only supports nprobe selection up to 12")
+        if isinstance(inverted_file, faiss.IndexIVFPQ):
+            if inverted_file.pq.nbits != 8:
+                raise RuntimeError("Bits per code must be 8")
+            bytes_per_number = 2 if options.useFloat16 else 4
+            if bytes_per_number * inverted_file.pq.M > self.max_table_bytes:
+                raise RuntimeError("Consider useFloat16LookupTables")
+        self.index = faiss.clone_index(index)
+        self.gpus = gpus
+        self.work = work
+
+    @property
+    def is_trained(self) -> bool:
+        return self.index.is_trained
+
+    def train(self, vectors) -> None:
+        self.work.append(("train", self.gpus))
+        self.index.train(vectors)
+
+    def add(self, vectors) -> None:
+        self.work.append(("add", self.gpus))
+        self.index.add(vectors)
+
+    def search(self, queries, k):
+        if k > self.max_k:
+            raise RuntimeError("GPU index only supports min/max-K selection up to 100")
+        self.work.append(("search", self.gpus))
+        return self.index.search(queries, k)
+
+
+@pytest.fixture
+def add_gpus(monkeypatch) -> Callable[[], list]:
+    """Return a function that gives FAISS two fake GPUs, and returns the list of their work."""
+
+    def add() -> list:
+        work: list = []
+
+        def copy_to_gpus(index, options, gpus):
+            return IndexOnFakeGpus(index, options, gpus, work)
+
+        monkeypatch.setattr(faiss, "get_num_gpus", lambda: 2)
+        monkeypatch.setattr(search_module, "find_gpus", lambda: [0, 1])
+        options = partial(SimpleNamespace, useFloat16=False)
+        monkeypatch.setattr(faiss, "GpuMultipleClonerOptions", options, raising=False)
+        monkeypatch.setattr(faiss, "index_cpu_to_gpus_list", copy_to_gpus)
+        monkeypatch.setattr(faiss, "index_gpu_to_cpu", lambda index: index.index, raising=False)
+        return work
+
+    return add
+
+
+@pytest.mark.parametrize(
+    "factory", ["IVF16,Flat", "PCA8,IVF16,Flat", "IVF16,SQ8", "IVF4,PQ8np", "IVF4,PQ16np"]
+)
+def test_gpus_build_and_search_an_inverted_file_as_the_cpu_does(store, tmp_path, factory, add_gpus):
+    """The file has the same bytes, and is searched on the GPUs when it is opened again."""
+    queries = make_vectors(9, seed=1)
+    index = open_index(tmp_path / "cpu.faiss", store, factory, parameters="nprobe=3")
+    expected_scores, expected_rows = search(index, queries, 20)
+    work = add_gpus()
+    for _ in range(2):
+        index = open_index(tmp_path / "gpu.faiss", store, factory, parameters="nprobe=3")
+        for _ in range(2):
+            scores, rows = search(index, queries, 20)
+            np.testing.assert_array_equal(scores, expected_scores)
+            np.testing.assert_array_equal(rows, expected_rows)
+        assert index.gpus == [0, 1]
+    assert (tmp_path / "gpu.faiss").read_bytes() == (tmp_path / "cpu.faiss").read_bytes()
+    shards = 3 * [("add", [0])]
+    assert work == [("train", [0]), *shards, *4 * [("search", [0, 1])]]
+
+
+@pytest.mark.parametrize(
+    ("factory", "parameters", "k", "gpu_work", "warning"),
+    [
+        ("HNSW8", None, 20, [], ""),
+        ("PQ4x4np", None, 20, [], ""),
+        ("IVF16,FlatDedup", None, 20, [], ""),  # on a GPU it would be an IVF16,Flat
+        ("IVF4,PQ4x4np", None, 20, [], "built on the CPU, not a GPU: Bits per code must be 8"),
+        ("IVF8,Flat,RFlat", None, 20, [], "built on the CPU, not a GPU: This index type"),
+        ("IVF16,Flat", "nprobe=13", 20, ["train", "add"], "searched on the CPU, not a GPU"),
+        ("IVF16,Flat", None, 101, ["train", "add"], "searched on the CPU, not a GPU"),
+    ],
+)
+def test_the_cpu_does_what_gpus_cannot(factory, parameters, k, gpu_work, warning, add_gpus, caplog):
+    documents = make_vectors(600)
+    queries = make_vectors(9, seed=1)
+    index = build_index(documents, factory, parameters=parameters)
+    expected_scores, expected_rows = search(index, queries, k)
+    work = add_gpus()
+    index = build_index(documents, factory, parameters=parameters)
+    scores, rows = search(index, queries, k)
+    np.testing.assert_array_equal(scores, expected_scores)
+    np.testing.assert_array_equal(rows, expected_rows)
+    assert list(index.gpus) == []
+    assert [name for name, _ in work] == gpu_work
+    assert warning in caplog.text
+    assert bool(warning) == bool(caplog.text)
 
 
 def test_search_parameters_are_not_stored_in_the_index_file(store, tmp_path):
