@@ -3,6 +3,7 @@
     python eval/compare/measure_fit.py run medquad=FILE nqg=FILE pubmedqa=FILE \\
         scifact=contaccum/data/scifact --model MODEL --budget 8m
     python eval/compare/measure_fit.py run --chunked medquad_chunks=FILE --model MODEL --budget 16m
+    python eval/compare/measure_fit.py ladder runs/measure_fit/nqg-0 ...
     python eval/compare/measure_fit.py table
 
 A cell is one fit: `contaccum split` with a seed, and `contaccum fit` of the split with the same
@@ -12,6 +13,10 @@ tables of all cells of the record into the page.
 
 A FILE has pairs in any format of docs/data.md. If it has more than 2,000, a sample of its passages
 is used, with all questions of each. A BEIR folder keeps its corpus and its own test set.
+
+`ladder` trains with the data of a finished cell by each method of the search, once at each of
+three learning rates, with the options of the fit, and scores the test set: what a user without
+`fit` would have by one short run. Query-side trainings have one epoch, the others --updates.
 
 With --chunked, the pairs become a BEIR folder by the protocol of vllm-project/semantic-router#1219:
 answers are cut at ends of sentences into chunks of at most 1,000 characters, all chunks of an
@@ -44,17 +49,22 @@ from sentence_transformers.util import get_device_name
 
 from contaccum.cli import main as run_command
 from contaccum.data import read_records
-from contaccum.data.beir import QRELS_HEADER, is_beir_folder
+from contaccum.data.beir import QRELS_HEADER, is_beir_folder, load_beir_folder
 from contaccum.data.records import Record
+from contaccum.data.split import TRAIN_FILE
 from contaccum.errors import DataError, UserError
+from contaccum.evaluation.evaluator import RetrievalEvaluator
 from contaccum.evaluation.metrics import score_run
 from contaccum.evaluation.results import fill_page, markdown_table
-from contaccum.experiments.fit import RECORD_FILE
+from contaccum.experiments.fit import RECORD_FILE, propose_settings
 from contaccum.experiments.folds import load_evaluator
-from contaccum.experiments.tune import make_base_settings
+from contaccum.experiments.ladder import round_value
+from contaccum.experiments.run import run
+from contaccum.experiments.tune import RATE_FACTOR, SearchSpace, list_methods, make_base_settings
 from contaccum.experiments.verdict import SYSTEMS, load_trained, search_test_set
 from contaccum.files import atomic_folder, hash_file, read_json, write_json, write_text
 from contaccum.settings import Settings, replace
+from contaccum.training.proposal import compute_start_rate
 from contaccum.training.setup import load_model
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -109,6 +119,9 @@ def parse_arguments() -> tuple[argparse.Namespace, list[str]]:
     run.add_argument("--budget", default="8m", help="budget of each fit; default: %(default)s")
     run.add_argument("--seeds", nargs="+", type=int, default=[0, 1, 2])
     run.add_argument("--jobs", type=int, default=2, help="fits at the same time")
+    ladder = actions.add_parser("ladder")
+    ladder.add_argument("cells", nargs="+", type=Path, metavar="CELL", help="folders of cells")
+    ladder.add_argument("--updates", type=int, default=24, help="default: %(default)s")
     table = actions.add_parser("table")
     table.add_argument("--record", type=Path, default=ROOT / "benchmarks" / "fit.json")
     table.add_argument("--page", type=Path, default=ROOT / "benchmarks" / "README.md")
@@ -280,6 +293,35 @@ def score_chunks(folder: Path, fit: dict[str, Any]) -> dict[str, dict[str, float
     return scores
 
 
+def run_ladder(folder: Path, num_updates: int) -> None:
+    """Train by each method at each rate of its ladder, and add the test scores to a cell."""
+    fit = read_json(folder / "fit" / RECORD_FILE)
+    cell = read_json(folder / CELL_FILE)
+    given = fit["request"]["settings"]
+    model = fit["request"]["model"]
+    settings = propose_settings(folder / "split" / TRAIN_FILE, model, given, num_ranks=1)
+    settings = replace(settings, bf16=fit["settings"].get("bf16", False))
+    base = load_model(make_base_settings(settings), get_device_name())
+    width = base.transformers_model.config.hidden_size
+    evaluator = RetrievalEvaluator(load_beir_folder(folder / "split" / "test", "test"))
+    store = str(folder / "fit" / "store")
+    space = SearchSpace(settings, given.keys(), store, method=given.get("method"))
+    cell["ladder"] = []
+    for method in list_methods(space):
+        first_rate = compute_start_rate(method, width, has_adapter=False, is_base_weak=False)
+        length = {"num_train_epochs": 1} if method == "query_side" else {"max_steps": num_updates}
+        for factor in (1.0, RATE_FACTOR, 1 / RATE_FACTOR):
+            rate = round_value(factor * first_rate)
+            run_settings = space.make_settings(method, learning_rate=rate, **length)
+            result = run(run_settings, evaluator, folder / "ladder" / f"{method}-{rate:g}")
+            assert result.score is not None
+            print(f"{folder.name}: {method} at {rate:g}: {result.score:.4f}", flush=True)
+            row = {"method": method, "learning_rate": rate, "is_first": factor == 1.0}
+            shown = {"updates": result.updates, "seconds": result.seconds, "NDCG@10": result.score}
+            cell["ladder"].append({**row, **shown})
+    write_json(folder / CELL_FILE, cell)
+
+
 # Tables -------------------------------------------------------------------------------------------
 
 
@@ -322,8 +364,27 @@ def make_tables(record: dict[str, Any]) -> dict[str, str]:
                 if cell["data"] == published["data"]
             ]
             compared.append([*start, name, format_mean(scores)])
+    short_runs = []
+    for cell in record["cells"]:
+        for method in dict.fromkeys(row["method"] for row in cell.get("ladder", [])):
+            runs = [row for row in cell["ladder"] if row["method"] == method]
+            first = [row["NDCG@10"] for row in runs if row["is_first"]]
+            seconds = [row["seconds"] for row in runs]
+            short_runs.append(
+                [
+                    cell["data"],
+                    cell["seed"],
+                    format_mean([cell["scores"]["trained"]["NDCG@10"]]),
+                    f"`{method}`",
+                    format_mean(first),
+                    format_mean([max(row["NDCG@10"] for row in runs)]),
+                    f"{min(seconds):.0f} to {max(seconds):.0f} s",
+                ]
+            )
+    ladder_header = ["data", "seed", "`fit`", "method", "first rate", "best of 3 rates", "a run"]
     return {
         "fit": markdown_table(header, rows),
+        "fit and short runs": markdown_table(ladder_header, short_runs),
         "fit and published results": markdown_table(["data", "metric", "", "test"], compared),
     }
 
@@ -358,12 +419,16 @@ def main() -> int:
         run_cell(read_json(sys.argv[2]))
         return 0
     args, fit_options = parse_arguments()
+    if fit_options and args.action != "run":
+        raise DataError(f"{fit_options[0]}: unknown option of {args.action}")
     if args.action == "table":
-        if fit_options:
-            raise DataError(f"{fit_options[0]}: unknown option of table")
         write_tables(args.work, args.record, args.page)
         return 0
     os.environ["PYTHONPATH"] = os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")])
+    if args.action == "ladder":
+        for folder in args.cells:
+            run_ladder(folder, args.updates)
+        return 0
     command = (sys.executable, __file__, "cell")
     failures = run_jobs(make_jobs(args, fit_options), args.jobs, command=command)
     return 1 if failures else 0

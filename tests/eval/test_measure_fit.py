@@ -15,6 +15,7 @@ from contaccum.evaluation.results import fill_page
 
 PROGRAM = "eval/compare/measure_fit.py"
 PAGE = ROOT / "benchmarks" / "README.md"
+TABLES = ("fit", "fit and short runs", "fit and published results")
 
 
 @pytest.fixture
@@ -67,9 +68,13 @@ def test_finished_fits_are_in_the_tables_and_are_not_run_again(
         assert end.value.code == 0
         assert ("started" in capsys.readouterr().out) is not is_finished
 
+    with pytest.raises(SystemExit) as end:
+        run_program(PROGRAM, "ladder", work / "small-3", "--updates", 3)
+    assert end.value.code == 0
+
     page = tmp_path / "page.md"
     marks = "<!-- table: {} -->\n<!-- end of table -->\n"
-    page.write_text(marks.format("fit") + marks.format("fit and published results"))
+    page.write_text("".join(map(marks.format, TABLES)))
     record_file = tmp_path / "fit.json"
     with pytest.raises(SystemExit) as end:
         run_program(PROGRAM, "table", "--work", work, "--record", record_file, "--page", page)
@@ -83,6 +88,10 @@ def test_finished_fits_are_in_the_tables_and_are_not_run_again(
     text = json.dumps(record["cells"])
     assert str(tmp_path) not in text.replace(str(work), "WORK").replace(str(pairs), "PAIRS")
     assert fill_page(page.read_text(), measure_fit.make_tables(record)) == page.read_text()
+    ladder = record["cells"][1]["ladder"]
+    assert [row["learning_rate"] for row in ladder] == [0.0001, 0.0003, 3.3e-05]
+    assert {row["updates"] for row in ladder} == {3}
+    assert f"| {100 * ladder[0]['NDCG@10']:.1f}" in page.read_text()
     mrr = record["cells"][0]["scores"]["trained"]["MRR@5"]
     assert "| MRR@5   | `fit`" in page.read_text()
     assert f"| {100 * mrr:.1f}" in page.read_text()
