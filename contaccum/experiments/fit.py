@@ -144,10 +144,10 @@ _MAX_SHARE_OF_FOLDS = 0.5  # of the time left before the search, for encoding an
 _SAFETY_FACTOR = 1.3  # reserved time relative to the estimated time
 _LOADING_SECONDS = 10.0  # reserved for loading the models and writing the report
 _MAX_EVALUATIONS = 4  # evaluations on dev during the final training, each with a checkpoint
+_MAX_SHARE_OF_SCORING = 0.25  # of the time of the final training, for these evaluations
 _MAX_SHARE_OF_BASE_MODEL = 0.1  # of the time left, for scoring one of several base models
 _MAX_SHARE_OF_SECOND_STAGE = 0.25  # of the time that is left after the search
-_MAX_SHARE_OF_SCORING = 0.25  # of the time of the final training, for these evaluations
-_LARGE_GAIN = 1.0  # points of nDCG@10 from half of the queries to all of them
+_LARGE_GAIN = 1.0  # points of nDCG@10 from a part of the queries to all of them
 _MIN_SPEED_UP = 1.1  # a smaller one may be noise
 _UPDATE_FACTOR = 1.1  # expected time of an update relative to the measured one
 
@@ -158,8 +158,8 @@ class FitResult:
 
     Attributes:
         verdicts: the comparisons with the base model, {"new": on new documents, "known": on known
-            ones}; `str` returns the line that was printed. It has one, over all test queries, if
-            one kind has fewer than ten: as "all" if there are both kinds.
+            ones}; `str` returns the line that was printed. If one of the two kinds has fewer than
+            ten test queries, there is one verdict, "all".
         folder: the output folder.
         warnings: warnings about the verdicts, one line each.
         trust_remote_code: True if code that comes with the base model was trusted.
@@ -261,9 +261,9 @@ def fit(
     guards = [guard] if isinstance(guard, (str, os.PathLike)) else guard or ()
     args = check_given(candidates[0], given, folder / "store")
     print_line = only_first_rank(print_line)
-    # They are read before anything else, so that a faulty set is refused at once.
+    # Guard sets are read before anything else, so that a faulty one is refused at once.
     guard_sets = {os.fspath(source): load_beir(os.fspath(source)) for source in guards}
-    if len(candidates) == 1:
+    if len(candidates) == 1:  # of several, one that cannot be loaded is left out
         require_model(candidates[0])
     guard_request = None
     if guard_sets:
@@ -310,7 +310,7 @@ def fit(
                 print_line(f"note: {warning}")
 
         # 2. Baselines
-        name = candidates[0]
+        base_name = candidates[0]
         if len(candidates) > 1:
             with time_budget.measure("base models"):
                 most_seconds = _MAX_SHARE_OF_BASE_MODEL * time_budget.left()
@@ -327,15 +327,15 @@ def fit(
                         print_line,
                     ),
                 )
-            name = chosen_model["model"]
-        proposed = propose_settings(train_file, name, given, world_size())
+            base_name = chosen_model["model"]
+        proposed = propose_settings(train_file, base_name, given, world_size())
         space = SearchSpace(
             proposed,
-            given.keys(),
-            str(store),
-            given.keys(),
-            given.get("method"),
-            str(corpus_file),
+            fixed=given.keys(),
+            store=str(store),
+            given=given.keys(),
+            method=given.get("method"),
+            corpus=str(corpus_file),
         )
         base = load_encoder(make_base_settings(proposed), args)
         models = describe_models(base, proposed, args)
@@ -344,13 +344,13 @@ def fit(
 
             def measure_times() -> _Times:
                 """Measure the time of encoding at the present speed of the machine."""
-                times = on_first_rank(
+                document_seconds, guard_seconds = on_first_rank(
                     lambda: _measure_encoding(base, corpus_file, split, guard_sets, batch_size)
                 )
                 return _Times(
-                    document=times[0],
-                    corpus=_SAFETY_FACTOR * times[0] * split.documents["train"],
-                    guard=_SAFETY_FACTOR * times[1],
+                    document=document_seconds,
+                    corpus=_SAFETY_FACTOR * document_seconds * split.documents["train"],
+                    guard=_SAFETY_FACTOR * guard_seconds,
                     split=split,
                 )
 
@@ -371,7 +371,9 @@ def fit(
             # The user may remove the store of an unfinished fit to free space.
             if num_missing > 0 or not has_baselines:
                 on_first_rank(
-                    lambda: encode_corpus(base, model_name(name), corpus_file, store, batch_size)
+                    lambda: encode_corpus(
+                        base, model_name(base_name), corpus_file, store, batch_size
+                    )
                 )
 
             def score_on_dev() -> dict[str, Any]:
@@ -385,7 +387,7 @@ def fit(
                 return baselines._asdict()
 
             baselines = Baselines(**once(folder / "baselines", models, score_on_dev))
-        print_line(baselines.format_line(name))
+        print_line(baselines.format_line(base_name))
         trial_dev = folder / "dev_pool"
         if not trial_dev.is_dir():
             trial_dev = held_out / "dev"
@@ -455,7 +457,7 @@ def fit(
         print_line(f"training at the best settings: {chosen}")
         config_file = folder / CONFIG_FILE
 
-        def plan_training() -> dict[str, Any]:
+        def plan_stage() -> dict[str, Any]:
             now = measure_times()
             method = tuned.choice.settings["method"]
             reserve = now.sum_reserve(method, num_folds_with_time, num_parts)
@@ -472,7 +474,7 @@ def fit(
             return {"options": options, "has_second_stage": has_second_stage}
 
         with time_budget.measure("training"):
-            plan = once(folder / "plan", describe_settings(proposed), plan_training, all_ranks=True)
+            plan = once(folder / "plan", describe_settings(proposed), plan_stage, all_ranks=True)
             options = dict(plan["options"])
             comment = f"# Chosen by contaccum fit on dev data; see {REPORT_FILE}.\n"
             on_first_rank(lambda: write_text(config_file, comment + to_yaml(options)))
@@ -488,6 +490,7 @@ def fit(
                     f"the model of trial {trial['trial'] + 1} is kept, because it is better on dev "
                     f"({trial['score']:.3f}) than after the final training ({training.score:.3f})"
                 )
+                # A training by config.yaml ends, and is evaluated, where the trial was.
                 for setting in ("max_steps", "eval_steps", "save_steps"):
                     options[setting] = trial["updates"]
                 on_first_rank(lambda: write_text(config_file, comment + to_yaml(options)))
@@ -545,12 +548,11 @@ def fit(
         bm25_weights = {"base": baselines.bm25_weight, "trained": with_bm25["weight"]}
 
         # 7. Train and test on the other splits of few pairs, as many as there is time for
-        weight = None if guard_record is None else guard_record["weight"]
+        merge_weight = None if guard_record is None else guard_record["weight"]
         training_seconds = time_budget.stage_seconds["training"]
-        task = "training and testing again"
-        if weight == 0:  # the verdict is about the base model
-            training_seconds = 0.0
-            task = "testing again"
+        training_seconds_of_fold, task = training_seconds, "training and testing again"
+        if merge_weight == 0:  # the verdict is about the base model
+            training_seconds_of_fold, task = 0.0, "testing again"
         fold_scores: list[ScoreColumns] = []
         with time_budget.measure("other splits"):
             first_dev = load_beir_folder(held_out / "dev", "test")
@@ -559,7 +561,7 @@ def fit(
                 if not on_first_rank((fold_folder / RESULT_FILE).is_file):
                     # One test is that of this fold, the other that of fold 0, at the end.
                     now = measure_times()
-                    needed = now.corpus + training_seconds + 2 * now.get_test(final.method)
+                    needed = now.corpus + training_seconds_of_fold + 2 * now.get_test(final.method)
                     if time_budget.left() <= needed:
                         print_line(
                             f"the verdict is over {number} of {num_folds} splits, because the "
@@ -573,7 +575,7 @@ def fit(
                         fold_folder,
                         pairs,
                         final,
-                        weight,
+                        merge_weight,
                         base,
                         first_dev,
                         bm25_weights,
@@ -606,17 +608,17 @@ def fit(
                 evaluator = load_evaluator(held_out / "test", store, batch_size)
                 trained = load_trained(folder / "model", base)
                 results = search_test_set(evaluator, base, trained, bm25_weights)
+                # The models of parts of the pairs are not merged with the base model.
+                models_by_share = {**part_models, 1.0: trained_folder} if part_models else {}
                 points = []
-                for share, model_folder in part_models.items():
-                    run = search_trained(evaluator, base, load_trained(model_folder, base))
+                for share, part_model in models_by_share.items():
+                    run = search_trained(evaluator, base, load_trained(part_model, base))
                     points.append([share, evaluator.score_run(run)[TRIAL_METRIC]])
-                if points:
-                    points.append([1.0, results["trained"].means[TRIAL_METRIC]])
             first_scores = collect_scores(evaluator.dataset, results)
             scores = pool_scores([first_scores, *fold_scores])
             verdicts = compute_verdicts(scores, 1 + len(fold_scores))
             production = describe_production(scores, bm25_weights)
-            write_verdicts_to_card(folder / "model", verdicts.values(), model_name(name))
+            write_verdicts_to_card(folder / "model", verdicts.values(), model_name(base_name))
             warnings = list(tuned.choice.warnings)
             # The dev scores of the choice are those of a trial. They say nothing about the test of
             # a merged model, or of a model that was trained for a longer time.
@@ -635,10 +637,11 @@ def fit(
                 "trained_with_bm25": with_bm25["score"],
             }
             if guard_record is not None:
-                dev_scores["trained"] = {row[0]: row[1] for row in guard_record["scores"]}[weight]
+                scores_by_weight = {row[0]: row[1] for row in guard_record["scores"]}
+                dev_scores["trained"] = scores_by_weight[merge_weight]
             names = {
                 "bm25": "BM25",
-                "base": f"{model_name(name)} (as it is)",
+                "base": f"{model_name(base_name)} (as it is)",
                 "base_with_bm25": "the same with BM25",
                 "trained": "trained",
                 "trained_with_bm25": "trained, with BM25",
@@ -660,7 +663,7 @@ def fit(
             record = {
                 "request": {
                     "version": __version__,
-                    "model": make_absolute(name),
+                    "model": make_absolute(base_name),
                     "models": request["model"],
                     "settings": dict(given),
                     "guard": request["guard"],
@@ -674,7 +677,7 @@ def fit(
                 "verdicts": dict(zip(verdicts, records, strict=True)),
                 "production": {"line": production, "bm25_weights": bm25_weights},
                 "warnings": warnings,
-                "model": model_name(name),
+                "model": model_name(base_name),
                 "data": paths,
                 "split": asdict(split),
                 "scores": table,
@@ -730,8 +733,9 @@ def read_given(settings: Mapping[str, Any]) -> dict[str, Any]:
             value = os.fspath(value)
         if value is not None:
             given[name] = value
-    for name in sorted(find("set_by_fit").keys() & given.keys()):
-        raise ConfigError(f"{name} is not an option of contaccum fit: drop it")
+    refused = sorted(find("set_by_fit").keys() & given.keys())
+    if refused:
+        raise ConfigError(f"{refused[0]} is not an option of contaccum fit: drop it")
     refuse_credentials(given)
     if "total_train_batch_size" in given:
         given.pop("gradient_accumulation_steps", None)  # it follows from the pairs per update
@@ -796,9 +800,9 @@ def choose_base_model(
 ) -> dict[str, Any]:
     """Score several base models on dev, and choose the best one.
 
-    A large dev corpus is reduced to a sample. Prompts, lengths and similarity of a model are its
-    own. A model that cannot be loaded, or whose encoding takes more than ``most_seconds``, is left
-    out.
+    A large dev corpus is reduced to a sample. Each model has its own prompts, lengths and
+    similarity. A model that cannot be loaded, or whose encoding takes more than ``most_seconds``,
+    is left out.
 
     Returns:
         The ``model``, and its ``score``.
@@ -857,7 +861,8 @@ def propose_settings(
     proposal = propose(str(train_file), model, positives=given.get("positives"))
     micro_batch = given.get("per_device_train_batch_size", proposal.micro_batch)
     if "gradient_accumulation_steps" in given or make_common_settings(given).engine:
-        micro_batch = given.get("per_device_train_batch_size", MICRO_BATCH)  # no search is possible
+        # "auto" needs a fixed number of pairs per update, and cannot be used with an engine.
+        micro_batch = given.get("per_device_train_batch_size", MICRO_BATCH)
     unit = 1 if micro_batch == "auto" else micro_batch
     proposed = {
         "model": make_absolute(model),
@@ -869,7 +874,7 @@ def propose_settings(
         "num_hard_negatives": int(proposal.has_negatives),
         "query_prompt": proposal.query_prompt or None,
         "passage_prompt": proposal.passage_prompt or None,
-        "warmup_steps": 0.1,
+        "warmup_steps": 0.1,  # a share of the updates
     }
     if not is_sentence_transformer(model):
         proposed["query_max_length"] = proposal.query_max_length
@@ -884,7 +889,7 @@ def propose_settings(
 
 
 class _Times(NamedTuple):
-    """Seconds to reserve for the steps other than training.
+    """Seconds of the steps other than training, with a margin unless noted.
 
     Attributes:
         document: for encoding a document, without a margin.
@@ -963,8 +968,8 @@ def _count_trial_documents(split: Split) -> int:
 def _estimate_second_stage(tuned: Tuned, split: Split, times: _Times) -> float:
     """Return the seconds of a second stage, with its encoding of the corpus; infinite without one.
 
-    It needs a chosen method that trains both towers. Its updates take as long as those of the
-    search's trials of query_side.
+    It needs a chosen method that trains both towers. Its training, with as many evaluations as a
+    final training, is taken to be that many times as long as a trial of query_side.
     """
     query_side = [
         trial
@@ -1004,6 +1009,7 @@ def plan_final_training(
         "load_best_model_at_end": True,
         "save_total_limit": 1,
     }
+    # The search has cut the trial; the user has not.
     if "max_steps" in options and options["max_steps"] == trial["settings"].get("max_steps"):
         del options["max_steps"]
         options["num_train_epochs"] = MAX_EPOCHS
@@ -1085,7 +1091,7 @@ def describe_curve(points: Sequence[Sequence[float]]) -> list[str]:
     ]
 
 
-# Texts --------------------------------------------------------------------------------------------
+# Data and models ----------------------------------------------------------------------------------
 
 
 def refuse_test_queries(

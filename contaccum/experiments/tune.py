@@ -16,6 +16,7 @@ from __future__ import annotations
 import dataclasses
 import math
 import shutil
+import statistics
 from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
@@ -118,12 +119,11 @@ _QUERY_SIDE_BATCH_UNIT = 8  # the batch of a process is a multiple, so micro-bat
 # A document that scores more than 95% of the positive is no negative: it may be relevant as well.
 _RELATIVE_MARGIN = 0.05
 _LOADING_MARGIN = 1.2  # time of a trial with loading, relative to its updates
-# Trials are so short that so many have time, but a method's first trial has some 16 updates if all
-# methods can have their first trial with them.
+# Trials are so short that six have time. But they have 16 updates if each method has time for its
+# first trial with them.
 _NUM_PLANNED_TRIALS = 6
 _FIRST_UPDATES = 16
 _LENGTHS = {"max_steps", "num_train_epochs"}  # the user gives one of them to fix the length
-_UPDATE_SIZE = "total_train_batch_size"
 _MORE_EVALUATIONS = 3  # of the final training, which has four; a trial has one
 _MORE_DEV_QUERIES = (
     "take more dev queries, about other passages (--dev of contaccum fit or contaccum split)"
@@ -367,9 +367,9 @@ def choose_next(
     time is changed in the best settings, and after that in the settings of the other trials.
 
     Args:
-        starts: {method: the point at which its ladder starts}.
+        starts: {method: the point at which its ladder starts}, of the methods that have time.
         tries: {method: (setting, value) to try, in their order}.
-        trials: the trials so far.
+        trials: the trials so far, also of other methods.
         groups: {dev query id: its group}.
     """
     ladders: dict[str, dict[float, float | None]] = {}
@@ -393,20 +393,20 @@ def choose_next(
             if further:
                 return {**start, "learning_rate": further[0]}
 
-    comparable = [
+    affordable = [
         trial for trial in trials if trial.result.score is not None and trial.method in starts
     ]
-    if not comparable:
+    if not affordable:
         return None
-    best = choose_best(comparable, groups)
-    others = sorted(comparable, key=lambda trial: -(trial.result.score or 0.0))
+    best = choose_best(affordable, groups)
+    by_score = sorted(affordable, key=lambda trial: -(trial.result.score or 0.0))
     tried = [trial.point for trial in trials]
-    for trial in [best, *others]:
+    for trial in [best, *by_score]:
         for name, value in tries[trial.method]:
             candidate = {**trial.point, name: value}
             # Trials that are cut are compared after the same number of updates of the same size.
-            is_length = name in ("num_train_epochs", "total_train_batch_size")
-            if candidate not in tried and not (is_length and "max_steps" in candidate):
+            changes_length = name in ("num_train_epochs", "total_train_batch_size")
+            if candidate not in tried and not (changes_length and "max_steps" in candidate):
                 return candidate
     return None
 
@@ -415,27 +415,35 @@ def choose_best(trials: Sequence[Trial], groups: Mapping[str, int]) -> Trial:
     """Return the best of the trials, all of which have a score.
 
     Trials that differ only by the learning rate form a curve, score against learning rate, and
-    `find_best_value` chooses the best trial of each curve. Of these candidates, the highest one
-    from the ladders of learning rates is preferred. Another candidate, one of the many with other
-    settings, replaces it only if the 95% interval of the difference between the two lies above 0
-    (`sign_flip_test`). With fewer than six groups of queries, no interval does.
+    `find_best_value` chooses the best trial of each curve. But the first trial of a curve, at a
+    rate that is good on other data, is chosen if it is worse by at most one standard error, because
+    dev is noisy. Of these candidates, the highest one from the ladders of learning rates is
+    preferred. Each other candidate, of which there are many, replaces the choice so far only if the
+    95% interval of the difference between the two lies above 0 (`sign_flip_test`). With fewer than
+    six groups of queries, no interval does.
     """
     curves: dict[str, list[Trial]] = {}
-    ladders: dict[str, str] = {}  # the first curve of each method
+    ladder_names: dict[str, str] = {}  # {method: its first curve}
     for trial in trials:
         others = {name: value for name, value in trial.point.items() if name != "learning_rate"}
         name = str(sorted(others.items()))
         curves.setdefault(name, []).append(trial)
-        ladders.setdefault(trial.method, name)
+        ladder_names.setdefault(trial.method, name)
     candidates = []
     for name, curve in curves.items():
         trials_by_rate = {trial.rate: trial for trial in curve}
         scores = {rate: trial.result.score or 0.0 for rate, trial in trials_by_rate.items()}
-        best_rate = find_best_value(scores)
-        best = trials_by_rate[best_rate]
-        is_on_ladder = ladders[best.method] == name
-        candidates.append((not is_on_ladder, -smooth(scores)[best_rate], best.number, best))
-    candidates.sort(key=lambda candidate: candidate[:3])
+        best = trials_by_rate[find_best_value(scores)]
+        first = curve[0]
+        gains = [
+            score - first.result.query_scores[query]
+            for query, score in best.result.query_scores.items()
+        ]
+        if statistics.fmean(gains) <= statistics.pstdev(gains) / math.sqrt(len(gains)):
+            best = first
+        is_on_ladder = ladder_names[best.method] == name
+        candidates.append((not is_on_ladder, -smooth(scores)[best.rate], best.number, best))
+    candidates.sort()  # by the number of the trial at last, which differs
     chosen = candidates[0][-1]
     for *_, candidate in candidates[1:]:
         test = sign_flip_test(candidate.result.query_scores, chosen.result.query_scores, groups)
@@ -556,9 +564,7 @@ class Search:
             UserError: for a mistake that every trial would fail with.
         """
         plan = once(self.folder / "plan", {"starts": self.starts}, self._plan, all_ranks=True)
-        trials = []
-        for number, result in enumerate(read_results(self.folder)):
-            trials.append(Trial(number, result))
+        trials = [Trial(number, result) for number, result in enumerate(read_results(self.folder))]
         while True:
             scored = [trial for trial in trials if trial.result.score is not None]
             best = max(scored, key=lambda trial: trial.result.score or 0.0, default=None)
@@ -568,16 +574,17 @@ class Search:
             for method, start in plan["starts"].items():
                 seconds_of_method = self._find_end(plan, best, method) - used_seconds
                 seconds_left = max(seconds_left, seconds_of_method)
-                # The first trials of the methods were planned so that they have time.
+                # A method may go on if its longest trial of the last three would have time. Until
+                # there is a score, each may start: the first trials were planned to have time.
                 seconds = [trial.result.seconds for trial in scored if trial.method == method]
                 if max(seconds[-3:], default=0.0) <= seconds_of_method or not scored:
                     affordable[method] = start
             if trials:
                 self._print_progress(trials, best, seconds_left)
-            point = choose_next(affordable, self.tries, trials, self._groups)
             if len(trials) == MAX_TRIALS:
                 reason = f"more than {MAX_TRIALS} trials would mainly choose the noise of dev"
                 break
+            point = choose_next(affordable, self.tries, trials, self._groups)
             if point is None:
                 reason = "all settings have been tried"
                 if len(affordable) < len(plan["starts"]):
@@ -589,8 +596,9 @@ class Search:
                 self.evaluator,
                 self.folder / str(len(trials)),
                 point=point,
-                # With several processes, only one of them may have the error, such as too little
-                # memory, and the others would wait for it.
+                # Before the first score, an error is probably the user's. With several processes,
+                # only one of them may have the error, such as too little memory, and the others
+                # would wait for it.
                 keeps_error=bool(scored) and world_size() == 1,
                 # The training that follows may turn out worse than the best trial.
                 keeps_model=self.num_trainings > 0 and not self.space.settings.merge_adapter,
@@ -612,13 +620,14 @@ class Search:
     def _find_end(self, plan: Mapping[str, Any], best: Trial | None, method: str) -> float:
         """Return the used seconds of the budget at which the search ends for trials of a method.
 
-        The rest is for the trainings with the chosen settings: a share of the time, or less if the
-        method that leads does not need so much for its full length.
+        It ends after its share of the time, or later if the trainings with the chosen settings do
+        not need all of theirs for the full length of the method that leads. The method of the trial
+        may become the leading one, so the larger reserve of both counts.
         """
-        # A later start may have a larger budget.
         leading = method if best is None else best.method
-        reserve = max(self.reserve(method), self.reserve(leading))
-        seconds = self.budget.seconds - plan["used_seconds"] - reserve
+        reserved_seconds = max(self.reserve(method), self.reserve(leading))
+        # A later start may have a larger budget.
+        seconds = self.budget.seconds - plan["used_seconds"] - reserved_seconds
         end = plan["used_seconds"] + seconds * self._share
         if best is not None and self.num_trainings > 0:
             result = best.result
@@ -638,7 +647,7 @@ class Search:
         return 1 / (1 + FINAL_TRAINING_FACTOR * self.num_trainings)
 
     def _plan(self) -> dict[str, Any]:
-        """Measure the methods, and return the point at which the ladder of each method starts.
+        """Measure the methods, and return where the ladder of each starts and the final lengths.
 
         If trials are cut, the points have their number of updates, and updates are smaller if a
         first trial of some length would take too much time otherwise. Methods that are too slow
@@ -668,13 +677,14 @@ class Search:
                 self.base, texts, len(texts), batch_size, precision
             )
         )
-        reserve = max(map(self.reserve, self.starts))
-        seconds = self._share * (self.budget.seconds - used_seconds - reserve)
+        reserved_seconds = max(map(self.reserve, self.starts))
+        seconds = self._share * (self.budget.seconds - used_seconds - reserved_seconds)
         seconds -= self.budget.used() - used_seconds
         # Query-side training leaves the documents as they are.
         scoring_seconds = {
             method: 0.0 if method == "query_side" else encoding_seconds for method in measured
         }
+        # Leave out the methods that are too slow.
         sizes: dict[str, list[int]] = {}  # of an update, smaller than at the start
         kept: dict[str, float] = {}  # {method: seconds of its shortest trial}
         least_seconds = math.inf
@@ -683,7 +693,9 @@ class Search:
             args = ContAccumTrainingArguments.from_settings(settings)
             num_pairs = args.total_train_batch_size
             assert num_pairs is not None  # computed when the arguments are created
-            tried = [value for name, value in self.tries[method] if name == _UPDATE_SIZE]
+            tried = [
+                value for name, value in self.tries[method] if name == "total_train_batch_size"
+            ]
             sizes[method] = sorted((size for size in tried if size < num_pairs), reverse=True)
             smallest = min([num_pairs, *sizes[method]])
             min_length = min(MIN_UPDATES, count_updates(load_data(settings).dataset, args))
@@ -697,6 +709,7 @@ class Search:
                 f"{method} is left out, because it is too slow for the budget: {min_length} "
                 f"updates take {format_duration(shortest_seconds)}"
             )
+        # Cut the trials of the others.
         starts: dict[str, Point] = {}
         full_lengths: dict[str, int] = {}  # of the training with the chosen settings
         seconds_left = seconds
@@ -707,20 +720,18 @@ class Search:
             dataset = load_data(settings).dataset
             args = ContAccumTrainingArguments.from_settings(settings)
             # The methods after this one have at least their shortest trials.
-            others = sum(list(kept.values())[number + 1 :])
-            seconds_of_method = min(
-                max(seconds_left / (len(kept) - number), kept[method]), seconds_left - others
-            )
-            seconds_of_method -= scoring_seconds[method]
+            most_seconds = seconds_left - sum(list(kept.values())[number + 1 :])
+            seconds_of_method = max(seconds_left / (len(kept) - number), kept[method])
+            seconds_of_method = min(seconds_of_method, most_seconds) - scoring_seconds[method]
             for size in sizes[method]:
-                num_pairs = args.total_train_batch_size
-                assert num_pairs is not None
                 first_updates = min(_FIRST_UPDATES, count_updates(dataset, args))
-                if first_updates * update_seconds > seconds_of_method:
-                    start = {**start, _UPDATE_SIZE: size}
-                    settings = self.space.make_settings(**start)
-                    args = ContAccumTrainingArguments.from_settings(settings)
-                    update_seconds *= size / num_pairs
+                if first_updates * update_seconds <= seconds_of_method:
+                    break
+                assert args.total_train_batch_size is not None
+                update_seconds *= size / args.total_train_batch_size
+                start = {**start, "total_train_batch_size": size}
+                settings = self.space.make_settings(**start)
+                args = ContAccumTrainingArguments.from_settings(settings)
             full_length = count_updates(dataset, args)
             longest = int(seconds_of_method / update_seconds)
             length = int((seconds / _NUM_PLANNED_TRIALS - scoring_seconds[method]) / update_seconds)
@@ -729,8 +740,9 @@ class Search:
             seconds_left -= length * update_seconds + scoring_seconds[method]
             if length < full_length:
                 start = {**start, "max_steps": length}
-                shown_size = f" of {start[_UPDATE_SIZE]} pairs" if _UPDATE_SIZE in start else ""
-                line = f"{method}: trials have {length} of {full_length} updates{shown_size}"
+                line = f"{method}: trials have {length} of {full_length} updates"
+                if "total_train_batch_size" in start:
+                    line += f" of {start['total_train_batch_size']} pairs"
                 if self.num_trainings > 0:
                     line += "; the final training is longer, if time allows it"
                     if not _LENGTHS & set(self.space.fixed):
@@ -742,11 +754,12 @@ class Search:
             full_lengths[method] = full_length
         if not starts:
             self.budget.save()
-            needed = used_seconds + reserve + least_seconds * len(self.starts) / self._share
+            needed = used_seconds + reserved_seconds
+            needed += least_seconds * len(self.starts) / self._share
             raise ConfigError(
                 f"the budget of {format_duration(self.budget.seconds)} is too short: the shortest "
                 f"trial takes {format_duration(least_seconds)}, and the steps before and after the "
-                f"search {format_duration(used_seconds + reserve)} (give --budget "
+                f"search {format_duration(used_seconds + reserved_seconds)} (give --budget "
                 f"{suggest_budget(needed)} or more)"
             )
         return {"used_seconds": used_seconds, "starts": starts, "full_lengths": full_lengths}
@@ -943,12 +956,8 @@ def search_settings(
     trials = search.run()
     choice = choose_trial(trials, baselines.query_scores, group_queries(evaluator.dataset))
     chosen = {**choice.settings}
-    if "max_steps" in chosen:
-        if _LENGTHS & set(space.fixed):
-            del chosen["max_steps"]  # the user has fixed the length
-        else:
-            # The scores say nothing about a longer training, and the epochs had no effect.
-            chosen["num_train_epochs"] = Settings().num_train_epochs
+    if _LENGTHS & set(space.fixed):
+        chosen.pop("max_steps", None)  # the user has fixed the length
     final = space.make_settings(**chosen)
     # The settings that were given or chosen are shown in the config even if they are the defaults.
     options = {}

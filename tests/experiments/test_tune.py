@@ -37,6 +37,7 @@ from contaccum.experiments.run import QueryScores, Result, count_updates, run
 from contaccum.experiments.tune import (
     SearchSpace,
     Trial,
+    choose_best,
     choose_trial,
     list_methods,
     make_base_settings,
@@ -590,6 +591,17 @@ def make_trial(number: int, scores: Sequence[float] | None, **point: Any) -> Tri
 
 GROUPS = {f"q{row}": row for row in range(20)}
 """{query id: its group}, if no two queries are about the same passage."""
+
+
+def test_the_first_rate_is_kept_unless_another_is_better_by_a_standard_error():
+    def choose_rate(gains):
+        first = make_trial(0, 20 * [0.5], method="a", learning_rate=1.0)
+        second = make_trial(1, [0.5 + gain for gain in gains], method="a", learning_rate=3.0)
+        return choose_best([first, second], GROUPS).rate
+
+    # The mean gain of both is 0.01; the standard errors are 0.022 and 0.002.
+    assert choose_rate(10 * [0.11, -0.09]) == 1.0
+    assert choose_rate(10 * [0.02, 0.0]) == 3.0
 
 
 def test_other_settings_are_chosen_only_if_dev_data_decide():
