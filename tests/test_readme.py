@@ -77,7 +77,7 @@ def make_gains() -> list[str]:
         f"{medquad} on MedQuAD over gradient accumulation, and "
         "{}, {} and {} over GradCache**".format(*others),
         f"All gains but {others[0]} are significant",
-        f"Holm, p = {p_value})",
+        f"Holm, each p = {p_value})",
         f"Half of MedQuAD's {others[2].removeprefix('+')} is",
         f"adds {min(points):.0f} to {max(points):.0f} points",
     ]
