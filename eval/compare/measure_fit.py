@@ -7,9 +7,9 @@
     python eval/compare/measure_fit.py table
 
 A cell is one fit: `contaccum split` with a seed, and `contaccum fit` of the split with the same
-seed. Options of `contaccum fit` may follow. A cell that is finished in WORK is not run again.
-`table` may be called at any time: it adds the finished cells of WORK to the record, and writes the
-tables of all cells of the record into the page.
+seed. Options of `contaccum fit` may follow as --key=value. A cell that is finished in WORK is not
+run again. `table` may be called at any time: it adds the finished cells of WORK to the record, and
+writes the tables of all cells of the record into the page.
 
 A FILE has pairs in any format of docs/data.md. If it has more than 2,000, a sample of its passages
 is used, with all questions of each. A BEIR folder keeps its corpus and its own test set.
@@ -219,7 +219,9 @@ def make_jobs(args: argparse.Namespace, fit_options: list[str]) -> list[Job]:
     prepared = {}
     for is_chunked, sources in ((False, args.data), (True, args.chunked)):
         for source in sources:
-            name, _, path = source.partition("=")
+            name, sign, path = source.partition("=")
+            if not sign:
+                raise DataError(f"{source}: give NAME=PATH, and options of fit as --key=value")
             data = prepare_data(name, Path(path), is_chunked, args.work)
             prepared[name] = {"data": name, "chunked": is_chunked, **data}
     jobs = []
@@ -338,17 +340,17 @@ def make_tables(record: dict[str, Any]) -> dict[str, str]:
             scores = [cell["scores"][system] for cell in cells]
             # A system has a score for each kind of documents if both have verdicts.
             means.append(format_mean([row.get(kind, row["NDCG@10"]) for row in scores]))
-        queries = {cell["verdicts"][kind]["queries"] for cell in cells}
+        queries = [cell["verdicts"][kind]["queries"] for cell in cells]
         words = Counter(cell["verdicts"][kind]["word"] for cell in cells)
         seconds = [cell["seconds"]["total"] for cell in cells]
         rows.append(
             [
                 data,
                 kind,
-                " to ".join(map(str, sorted({min(queries), max(queries)}))),
+                format_range(queries),
                 *means,
                 ", ".join(f"{count} {word}" for word, count in words.items()),
-                f"{min(seconds):.0f} to {max(seconds):.0f} s of {cells[0]['budget_seconds']:.0f}",
+                f"{format_range(seconds)} s of {cells[0]['budget_seconds']:.0f}",
             ]
         )
     header = ["data", "documents", "test queries", *NAMES.values(), "verdicts", "time"]
@@ -378,7 +380,7 @@ def make_tables(record: dict[str, Any]) -> dict[str, str]:
                     f"`{method}`",
                     format_mean(first),
                     format_mean([max(row["NDCG@10"] for row in runs)]),
-                    f"{min(seconds):.0f} to {max(seconds):.0f} s",
+                    f"{format_range(seconds)} s",
                 ]
             )
     ladder_header = ["data", "seed", "`fit`", "method", "first rate", "best of 3 rates", "a run"]
@@ -387,6 +389,11 @@ def make_tables(record: dict[str, Any]) -> dict[str, str]:
         "fit and short runs": markdown_table(ladder_header, short_runs),
         "fit and published results": markdown_table(["data", "metric", "", "test"], compared),
     }
+
+
+def format_range(values: Sequence[float]) -> str:
+    """Return the least and the largest value, or one of them if they are equal."""
+    return " to ".join(dict.fromkeys(f"{value:.0f}" for value in (min(values), max(values))))
 
 
 def format_mean(scores: Sequence[float]) -> str:

@@ -59,7 +59,7 @@ def test_finished_fits_are_in_the_tables_and_are_not_run_again(
     pairs = write_pairs(tmp_path / "pairs.jsonl", sentences(80, 1), sentences(80, 2, 9))
     work = tmp_path / "work"
     options = ["--model", tiny_model_path, "--budget", "60s", "--seeds", 3, "--work", work]
-    options += ["--method", "contaccum", "--use_cpu", "true", "--learning_rate", 0.01]
+    options += ["--method=contaccum", "--use_cpu=true", "--learning_rate=0.01"]
     for is_finished in (False, True):
         with pytest.raises(SystemExit) as end:
             run_program(
