@@ -89,7 +89,7 @@ def test_finished_fits_are_in_the_tables_and_are_not_run_again(
     assert str(tmp_path) not in text.replace(str(work), "WORK").replace(str(pairs), "PAIRS")
     assert fill_page(page.read_text(), measure_fit.make_tables(record)) == page.read_text()
     ladder = record["cells"][1]["ladder"]
-    assert [row["learning_rate"] for row in ladder] == [0.0001, 0.0003, 3.3e-05]
+    assert [row["learning_rate"] for row in ladder] == [0.0012, 0.0036, 0.0004]
     assert {row["updates"] for row in ladder} == {3}
     assert f"| {100 * ladder[0]['NDCG@10']:.1f}" in page.read_text()
     mrr = record["cells"][0]["scores"]["trained"]["MRR@5"]
