@@ -608,12 +608,16 @@ def fit(
                 evaluator = load_evaluator(held_out / "test", store, batch_size)
                 trained = load_trained(folder / "model", base)
                 results = search_test_set(evaluator, base, trained, bm25_weights)
-                # The models of parts of the pairs are not merged with the base model.
-                models_by_share = {**part_models, 1.0: trained_folder} if part_models else {}
+                models_by_share = dict(part_models)
+                if part_models and guard_record is not None:
+                    # The models of parts of the pairs are not merged with the base model either.
+                    models_by_share[1.0] = trained_folder
                 points = []
                 for share, part_model in models_by_share.items():
                     run = search_trained(evaluator, base, load_trained(part_model, base))
                     points.append([share, evaluator.score_run(run)[TRIAL_METRIC]])
+                if part_models and guard_record is None:
+                    points.append([1.0, results["trained"].means[TRIAL_METRIC]])
             first_scores = collect_scores(evaluator.dataset, results)
             scores = pool_scores([first_scores, *fold_scores])
             verdicts = compute_verdicts(scores, 1 + len(fold_scores))

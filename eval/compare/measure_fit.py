@@ -64,7 +64,7 @@ from contaccum.experiments.tune import RATE_FACTOR, SearchSpace, list_methods, m
 from contaccum.experiments.verdict import SYSTEMS, load_trained, search_test_set
 from contaccum.files import atomic_folder, hash_file, read_json, write_json, write_text
 from contaccum.settings import Settings, replace
-from contaccum.training.proposal import compute_start_rate
+from contaccum.training.proposal import compute_start_rate, read_width
 from contaccum.training.setup import load_model
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -303,8 +303,7 @@ def run_ladder(folder: Path, num_updates: int) -> None:
     model = fit["request"]["model"]
     settings = propose_settings(folder / "split" / TRAIN_FILE, model, given, num_ranks=1)
     settings = replace(settings, bf16=fit["settings"].get("bf16", False))
-    base = load_model(make_base_settings(settings), get_device_name())
-    width = base.transformers_model.config.hidden_size
+    width = read_width(model)
     evaluator = RetrievalEvaluator(load_beir_folder(folder / "split" / "test", "test"))
     store = str(folder / "fit" / "store")
     space = SearchSpace(settings, given.keys(), store, method=given.get("method"))
@@ -318,9 +317,15 @@ def run_ladder(folder: Path, num_updates: int) -> None:
             result = run(run_settings, evaluator, folder / "ladder" / f"{method}-{rate:g}")
             assert result.score is not None
             print(f"{folder.name}: {method} at {rate:g}: {result.score:.4f}", flush=True)
-            row = {"method": method, "learning_rate": rate, "is_first": factor == 1.0}
-            shown = {"updates": result.updates, "seconds": result.seconds, "NDCG@10": result.score}
-            cell["ladder"].append({**row, **shown})
+            row = {
+                "method": method,
+                "learning_rate": rate,
+                "is_first": factor == 1.0,
+                "updates": result.updates,
+                "seconds": result.seconds,
+                "NDCG@10": result.score,
+            }
+            cell["ladder"].append(row)
     write_json(folder / CELL_FILE, cell)
 
 
