@@ -20,12 +20,13 @@ from __future__ import annotations
 import shutil
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
-from functools import lru_cache
+from functools import cache, lru_cache
 from itertools import islice
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
+import torch
 
 from contaccum import files
 from contaccum.data.rows import passage_text
@@ -48,8 +49,8 @@ PARQUET_FOLDER = "parquet"
 BM25_FOLDER = "bm25"
 FORMAT = {"format": "contaccum embedding store", "version": 3}
 
-# Each shard keeps two files open, and many systems allow a process 1,024 open files.
-_MAX_MAPPED_SHARDS = 64
+# The ids of a mapped shard keep a file open, and many systems allow a process 1,024 open files.
+_MAX_SHARDS_WITH_MAPPED_IDS = 64
 # Programs read one row group of a parquet file at a time. With 768 dimensions in float32, a group
 # has 25 MB.
 _ROWS_PER_GROUP = 8192
@@ -83,9 +84,8 @@ class EmbeddingStore:
         self.dtype: str = metadata["dtype"]
         self.shard_size: int = metadata["shard_size"]
         self.num_shards = -(-len(self) // self.shard_size)  # rounded up
-        # The most recently used shards stay mapped.
-        self._get_embeddings = lru_cache(_MAX_MAPPED_SHARDS)(self._map_embeddings)
-        self._get_ids = lru_cache(_MAX_MAPPED_SHARDS)(self._map_ids)
+        self._get_embeddings = cache(self._map_embeddings)
+        self._get_ids = lru_cache(_MAX_SHARDS_WITH_MAPPED_IDS)(self._map_ids)
 
     @classmethod
     def open(cls, folder: files.AnyPath) -> EmbeddingStore:
@@ -197,14 +197,24 @@ class EmbeddingStore:
             yield shard_number, positions, row_numbers[positions] - shard_number * self.shard_size
 
     def _map_embeddings(self, shard_number: int) -> np.ndarray:
-        return self._map_array(shard_number, EMBEDDINGS_FILE, self.shape[1:], self.dtype)
+        """Map the embeddings of a shard, (n, d), for as long as the store lives.
+
+        Mapping it anew for each pass over the store would take a fifth of the pass. So all shards
+        stay mapped, by torch, which closes the file; numpy keeps it open.
+        """
+        array = self._map_array(shard_number, EMBEDDINGS_FILE, self.shape[1:], self.dtype)
+        start = array.offset // array.itemsize  # after the header of the file
+        dtype = getattr(torch, self.dtype)
+        numbers = torch.from_file(
+            str(array.filename), shared=False, size=start + array.size, dtype=dtype
+        )
+        return numbers[start:].view(array.shape).numpy()
 
     def _map_array(
         self, shard_number: int, name: str, shape_of_row: tuple[int, ...], dtype: str
-    ) -> np.ndarray:
+    ) -> np.memmap:
         path = self.folder / get_shard_name(shard_number) / name
-        # Copy-on-write, because torch warns about read-only arrays. Nothing is written here.
-        array: np.ndarray = np.load(path, mmap_mode="c", allow_pickle=False)
+        array: np.memmap = np.load(path, mmap_mode="r", allow_pickle=False)
         shape = (self._count_rows(shard_number), *shape_of_row)
         if array.shape != shape or array.dtype != dtype:
             raise DataError(

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import psutil
 import pytest
 from small_data import contents
 
@@ -146,14 +147,23 @@ def test_a_description_that_the_shards_contradict_is_refused_at_open(tmp_path, c
         EmbeddingStore.open(folder)
 
 
-def test_shards_are_mapped_into_memory_and_only_a_few_at_a_time(tmp_path, monkeypatch):
-    monkeypatch.setattr(store_module, "_MAX_MAPPED_SHARDS", 2)
-    store = EmbeddingStore.open(write_store(tmp_path / "s"))
-    assert isinstance(store._get_embeddings(0), np.memmap)
-    assert np.array_equal(store[:], EMBEDDINGS)
+def test_mapped_shards_copy_nothing_and_keep_few_files_open(tmp_path, monkeypatch):
+    monkeypatch.setattr(store_module, "_MAX_SHARDS_WITH_MAPPED_IDS", 2)
+    folder = write_store(tmp_path / "s")
+    store = EmbeddingStore.open(folder)
+    blocks = [block for _, block in store.blocks(10)]
     assert len(store.ids(range(NUM_ROWS))) == NUM_ROWS
-    assert store._get_embeddings.cache_info().currsize == 2
     assert store._get_ids.cache_info().currsize == 2
+    open_files = [file.path for file in psutil.Process().open_files()]
+    assert not [path for path in open_files if path.endswith("embeddings.npy")]
+    # A change of the file is seen in the mapping, but not the other way round.
+    file = folder / "shard-00000" / "embeddings.npy"
+    changed = np.load(file, mmap_mode="r+")
+    changed[0] = 7
+    changed.flush()
+    assert (blocks[0][0] == 7).all()
+    blocks[0][0] = 8
+    assert (np.load(file)[0] == 7).all()
 
 
 @pytest.mark.parametrize(
