@@ -1,7 +1,7 @@
 """Seconds of exact and approximate search on a GPU and on the CPU, and the recall.
 
-contaccum searches a "Flat" index on the GPU by torch. The approximate index is measured with
-faiss-gpu only, which builds it on the GPU.
+contaccum searches a "Flat" index on the GPU by torch. The approximate indexes are measured only if
+FAISS can build them on the GPU: inverted files with faiss-gpu, graphs with cuVS.
 """
 
 from __future__ import annotations
@@ -30,12 +30,12 @@ class SearchSizes:
     queries: int = 1000
     dimension: int = 384
     k: int = 100  # results per query
-    factory: str = "IVF4096,PQ32np"
-    parameters: str = "nprobe=64"
+    inverted_file: tuple[str, str] = ("IVF4096,PQ32np", "nprobe=64")  # factory, parameters
+    graph: tuple[str, str] = ("HNSW32", "efSearch=128")
     turns: int = 3
 
 
-TINY = SearchSizes(400, 10, 16, 5, "IVF4,PQ4np", "nprobe=2", 1)
+TINY = SearchSizes(400, 10, 16, 5, ("IVF4,PQ4np", "nprobe=2"), ("HNSW4", "efSearch=8"), 1)
 
 
 def measure(run: Run) -> dict[str, Any]:
@@ -43,32 +43,39 @@ def measure(run: Run) -> dict[str, Any]:
     if not run.is_cuda:
         raise NotMeasured(f"the device is {run.device}; benchmarks/bench_search.py measures a CPU")
     sizes = TINY if run.is_tiny else SearchSizes()
-    return measure_indexes(run, sizes, find_gpus(), faiss.get_num_gpus() > 0)
+    has_faiss_gpu = faiss.get_num_gpus() > 0
+    has_cuvs = has_faiss_gpu and hasattr(faiss, "GpuIndexCagra")
+    return measure_indexes(run, sizes, find_gpus(), has_faiss_gpu, has_cuvs)
 
 
 def measure_indexes(
-    run: Run, sizes: SearchSizes, gpus: Sequence[int], has_faiss_gpu: bool
+    run: Run, sizes: SearchSizes, gpus: Sequence[int], has_faiss_gpu: bool, has_cuvs: bool
 ) -> dict[str, Any]:
-    """Measure an exact and an approximate index, each on the CPU and on the GPU.
+    """Measure an exact and two approximate indexes, each on the CPU and on the GPU.
 
     Args:
         run: the deadline.
         sizes: sizes of this part.
         gpus: numbers of the GPUs for the exact search.
-        has_faiss_gpu: False: only the exact index is measured.
+        has_faiss_gpu, has_cuvs: whether the inverted file and the graph are measured.
     """
     documents, queries = make_clustered_embeddings(sizes.documents, sizes.queries, sizes.dimension)
     failures: list[str] = []
     cases: dict[str, Any] = {}
     rows_by_name: dict[str, np.ndarray] = {}
-    result: dict[str, Any] = {"sizes": asdict(sizes), "cases": cases}
+    build_seconds: dict[str, float] = {}
+    result: dict[str, Any] = {
+        "sizes": asdict(sizes),
+        "cases": cases,
+        "build_seconds": build_seconds,
+    }
 
     def measure_case(name: str, index: DenseIndex) -> None:
         if not run.has_time():
             return
         with collect_error(failures, name):
             figures, rows_by_name[name] = measure_search(index, queries, sizes)
-            if name.endswith("GPU") and len(index.gpus) < len(gpus):
+            if name.endswith("GPU") and gpus and not index.gpus:
                 raise RuntimeError("the CPU searched instead of a GPU")
             figures["recall"] = compute_recall(find_exact_rows(rows_by_name), rows_by_name[name])
             cases[name] = figures
@@ -76,23 +83,29 @@ def measure_indexes(
         run.save_partial(result)
 
     flat_index = replace(build_index(documents, metric="dot"), gpus=())
-    names = [*EXACT_CASES, f"{sizes.factory}, CPU", f"{sizes.factory}, GPU"]
-    measure_case(names[0], flat_index)
-    measure_case(names[1], replace(flat_index, gpus=gpus))
-    measure_case(names[2], replace(flat_index, corpus=documents.astype(np.float16), gpus=gpus))
-    if has_faiss_gpu and run.has_time():
-        started = time.perf_counter()
-        pq_index = build_index(documents, sizes.factory, "dot", parameters=sizes.parameters)
-        result["build_seconds"] = time.perf_counter() - started
-        measure_case(names[3], replace(pq_index, gpus=()))
-        measure_case(names[4], pq_index)
+    measure_case(EXACT_CASES[0], flat_index)
+    measure_case(EXACT_CASES[1], replace(flat_index, gpus=gpus))
+    flat_index = replace(flat_index, corpus=documents.astype(np.float16), gpus=gpus)
+    measure_case(EXACT_CASES[2], flat_index)
+    names = [*EXACT_CASES]
+    for (factory, parameters), is_possible in (
+        (sizes.inverted_file, has_faiss_gpu),
+        (sizes.graph, has_cuvs),
+    ):
+        names += [f"{factory}, CPU", f"{factory}, GPU"]
+        if is_possible and run.has_time():
+            started = time.perf_counter()
+            index = build_index(documents, factory, "dot", parameters=parameters)
+            build_seconds[factory] = time.perf_counter() - started
+            measure_case(names[-2], replace(index, gpus=()))
+            measure_case(names[-1], index)
     if not cases and not failures:
         raise NotMeasured("the time was over before the first search; increase --minutes")
     missing = [name for name in names if name not in cases]
     if missing:
         result["not_run"] = "; ".join(missing)
-        if not has_faiss_gpu:
-            result["not_run"] += " (this FAISS has no GPU)"
+        if not has_cuvs:
+            result["not_run"] += f" (FAISS without {'cuVS' if has_faiss_gpu else 'GPU'})"
     add_failures(result, failures)
     return result
 

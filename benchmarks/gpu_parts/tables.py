@@ -359,9 +359,8 @@ def make_search_table(result: Record) -> str:
         f"recall@{sizes['k']}",
     ]
     table = make_table(header, rows)
-    if "build_seconds" in result:
-        seconds = format_number(result["build_seconds"])
-        table += f"\n\nBuilding `{sizes['factory']}` took {seconds} s."
+    for factory, seconds in result.get("build_seconds", {}).items():
+        table += f"\n\nBuilding `{factory}` took {format_number(seconds)} s."
     return table
 
 

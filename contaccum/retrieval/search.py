@@ -211,7 +211,8 @@ def build_index(
         factory: FAISS factory string. "Flat" is exact and runs on the GPUs of `find_gpus`, else
             on the CPU. "HNSW32", "IVF1024,Flat", "SQ8", "OPQ16_64,IVF256,PQ16" and others trade
             exactness for speed or memory. With faiss-gpu, inverted files with flat vectors, PQ or
-            SQ are built on the first GPU and searched on all of them; others run on the CPU.
+            SQ are built on the first GPU and searched on all of them. With cuVS in FAISS, the first
+            GPU builds and searches the graph of "HNSW32" (as CAGRA). Others run on the CPU.
         metric: "cos" or "dot"; None: the similarity of the store, "cos" for an array. With "cos",
             normalised copies are compared; the array of the caller does not change.
         ids: N document ids for an array; None: the row numbers. Documents with equal scores are
@@ -240,11 +241,14 @@ def build_index(
     num_points = min(max(num_points, _MIN_TRAINING_POINTS), num_rows)
     gpus = _find_gpus_of_faiss(index)
     if gpus:
-        # A GPU refuses an index that searches more than 2,048 lists, also while it is built.
-        faiss.extract_index_ivf(index).nprobe = 1
         try:
-            index_on_gpu = _copy_to_gpus(index, gpus[:1])
-            _fill(index_on_gpu, num_points, embeddings, metric)
+            if isinstance(index, faiss.IndexHNSWFlat):
+                index_on_gpu = _build_graph_on_gpu(index, gpus[0], embeddings, metric)
+            else:
+                # A GPU refuses an index that searches more than 2,048 lists, while it is built too.
+                faiss.extract_index_ivf(index).nprobe = 1
+                index_on_gpu = _copy_to_gpus(index, gpus[:1])
+                _fill(index_on_gpu, num_points, embeddings, metric)
             index = faiss.index_gpu_to_cpu(index_on_gpu)
         except RuntimeError as error:
             reason = _get_reason(error)
@@ -284,12 +288,40 @@ def _find_gpus_of_faiss(index: faiss.Index) -> list[int]:
     """Return the numbers of the GPUs for an index; none with faiss-cpu."""
     import faiss
 
-    inverted_file = faiss.try_extract_index_ivf(index)
-    if faiss.get_num_gpus() == 0 or inverted_file is None:
+    if faiss.get_num_gpus() == 0:
         return []
+    inverted_file = faiss.try_extract_index_ivf(index)
+    if inverted_file is None:
+        has_cuvs = hasattr(faiss, "GpuIndexCagra")
+        is_graph = type(index).__name__ in ("IndexHNSWFlat", "IndexHNSWCagra")
+        return find_gpus()[:1] if has_cuvs and is_graph else []
     # FAISS copies an index of a subclass, too, but without what the subclass adds.
     types = (faiss.IndexIVFFlat, faiss.IndexIVFPQ, faiss.IndexIVFScalarQuantizer)
     return find_gpus() if type(faiss.downcast_index(inverted_file)) in types else []
+
+
+def _build_graph_on_gpu(
+    index: Any, gpu: int, embeddings: Embeddings, metric: Similarity
+) -> faiss.Index:
+    """Build a CAGRA graph of all embeddings, with as many neighbours as HNSW's lowest level has.
+
+    On the CPU it becomes an IndexHNSWCagra, which is searched like an HNSW index.
+
+    Args:
+        index: an empty IndexHNSWFlat.
+    """
+    import faiss
+
+    cuvs: Any = faiss  # FAISS's type stub lacks what needs cuVS
+    config = cuvs.GpuIndexCagraConfig()
+    config.device = gpu
+    config.graph_degree = index.hnsw.nb_neighbors(0)
+    config.intermediate_graph_degree = 2 * config.graph_degree  # FAISS's ratio
+    resources = cuvs.StandardGpuResources()
+    index_on_gpu: faiss.Index = cuvs.GpuIndexCagra(resources, index.d, index.metric_type, config)
+    # It cannot grow, so it needs all vectors at once.
+    index_on_gpu.train(prepare_vectors(embeddings[:], metric, "document embedding"))
+    return index_on_gpu
 
 
 def _copy_to_gpus(index: faiss.Index, gpus: Sequence[int]) -> faiss.Index:
@@ -409,11 +441,18 @@ def search(
 def _search_faiss_index(
     index: DenseIndex, faiss_index: faiss.Index, queries: np.ndarray, k: int
 ) -> tuple[np.ndarray, np.ndarray]:
+    import faiss
+
     if index.gpus:
         try:
             if index._faiss_index_on_gpus is None:
                 index._faiss_index_on_gpus = _copy_to_gpus(faiss_index, index.gpus)
-            return index._faiss_index_on_gpus.search(queries, k)
+            parameters: Any = None
+            if isinstance(faiss_index, faiss.IndexHNSW):
+                parameters = faiss.SearchParametersCagra()  # type: ignore[attr-defined]  # cuVS
+                # The number of candidates, which is called efSearch on the CPU.
+                parameters.itopk_size = max(faiss_index.hnsw.efSearch, k)
+            return index._faiss_index_on_gpus.search(queries, k, params=parameters)
         except RuntimeError as error:  # such as k or nprobe above 2,048, or no memory
             reason = _get_reason(error)
             logger.warning(f"index {index.factory!r}: searched on the CPU, not a GPU: {reason}")

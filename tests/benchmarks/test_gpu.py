@@ -359,13 +359,15 @@ def test_search_compares_all_indexes_with_the_exact_result(part, make_run):
     search = part("search")
     nums_saved = []
     run = replace(make_run(), save_partial=lambda result: nums_saved.append(len(result["cases"])))
-    result = search.measure_indexes(run, search.TINY, (), has_faiss_gpu=True)
-    assert nums_saved == [1, 2, 3, 4, 5]
+    result = search.measure_indexes(run, search.TINY, (), has_faiss_gpu=True, has_cuvs=True)
+    assert nums_saved == [1, 2, 3, 4, 5, 6, 7]
     recalls = {name: case["recall"] for name, case in result["cases"].items()}
-    assert list(recalls) == [*search.EXACT_CASES, "IVF4,PQ4np, CPU", "IVF4,PQ4np, GPU"]
+    approximate = ["IVF4,PQ4np, CPU", "IVF4,PQ4np, GPU", "HNSW4, CPU", "HNSW4, GPU"]
+    assert list(recalls) == [*search.EXACT_CASES, *approximate]
     assert recalls["Flat, CPU"] == recalls["Flat, GPU"] == 1
-    assert result["build_seconds"] > 0
-    assert part("tables").make_search_table(result).count("| 1.000 |") == 3
+    assert list(result["build_seconds"]) == ["IVF4,PQ4np", "HNSW4"]
+    table = part("tables").make_search_table(result)
+    assert table.count("| 1.000 |") == 3 + 2 * (recalls["HNSW4, CPU"] == 1)
     assert 0 < recalls["IVF4,PQ4np, CPU"] == recalls["IVF4,PQ4np, GPU"] < 1
 
 

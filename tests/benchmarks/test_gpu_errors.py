@@ -229,7 +229,7 @@ def test_recall_is_missing_if_no_exact_search_was_measured(part, make_run, monke
         return measure_search(index, *args)
 
     monkeypatch.setattr(search, "measure_search", fail_for_the_exact_index)
-    result = search.measure_indexes(make_run(), search.TINY, (), has_faiss_gpu=True)
+    result = search.measure_indexes(make_run(), search.TINY, (), True, has_cuvs=False)
     recalls = {name: case["recall"] for name, case in result["cases"].items()}
     assert recalls == {"IVF4,PQ4np, CPU": None, "IVF4,PQ4np, GPU": None}
     assert result["failures"][0] == "Flat, CPU: RuntimeError: out of memory"

@@ -251,9 +251,15 @@ class IndexOnFakeGpus:
     max_k = 100
 
     def __init__(self, index, options, gpus, work) -> None:
-        inverted_file = faiss.downcast_index(faiss.extract_index_ivf(index))
-        if isinstance(index, faiss.IndexRefine):
+        self.index = faiss.clone_index(index)
+        self.gpus = gpus
+        self.work = work
+        if isinstance(index, faiss.IndexHNSWCagra):
+            return
+        inverted_file = faiss.try_extract_index_ivf(index)
+        if inverted_file is None or isinstance(index, faiss.IndexRefine):
             raise RuntimeError("This index type is not implemented on GPU.")
+        inverted_file = faiss.downcast_index(inverted_file)
         if inverted_file.nprobe > self.max_lists:
             raise RuntimeError("GPU IVF index only supports nprobe selection up to 12")
         if isinstance(inverted_file, faiss.IndexIVFPQ):
@@ -262,9 +268,6 @@ class IndexOnFakeGpus:
             bytes_per_number = 2 if options.useFloat16 else 4
             if bytes_per_number * inverted_file.pq.M > self.max_table_bytes:
                 raise RuntimeError("Consider useFloat16LookupTables")
-        self.index = faiss.clone_index(index)
-        self.gpus = gpus
-        self.work = work
 
     @property
     def is_trained(self) -> bool:
@@ -278,18 +281,36 @@ class IndexOnFakeGpus:
         self.work.append(("add", self.gpus))
         self.index.add(vectors)
 
-    def search(self, queries, k):
+    def search(self, queries, k, params=None):
         if k > self.max_k:
             raise RuntimeError("GPU index only supports min/max-K selection up to 100")
+        if isinstance(self.index, faiss.IndexHNSWCagra):
+            if params.itopk_size < k:
+                raise RuntimeError("itopk_size must be at least k")
+            self.index.hnsw.efSearch = params.itopk_size
         self.work.append(("search", self.gpus))
         return self.index.search(queries, k)
 
 
+class FakeCagra:
+    """A graph that the CPU builds, in place of one that cuVS builds on a GPU."""
+
+    def __init__(self, resources, dimension, metric, config, work) -> None:
+        assert config.intermediate_graph_degree == 2 * config.graph_degree
+        self.index = faiss.IndexHNSWCagra(dimension, config.graph_degree // 2, metric)
+        self.gpu = config.device
+        self.work = work
+
+    def train(self, vectors) -> None:
+        self.work.append(("train", [self.gpu]))
+        self.index.add(vectors)
+
+
 @pytest.fixture
-def add_gpus(monkeypatch) -> Callable[[], list]:
+def add_gpus(monkeypatch) -> Callable[..., list]:
     """Return a function that gives FAISS two fake GPUs, and returns the list of their work."""
 
-    def add() -> list:
+    def add(has_cuvs: bool = False) -> list:
         work: list = []
 
         def copy_to_gpus(index, options, gpus):
@@ -301,6 +322,11 @@ def add_gpus(monkeypatch) -> Callable[[], list]:
         monkeypatch.setattr(faiss, "GpuMultipleClonerOptions", options, raising=False)
         monkeypatch.setattr(faiss, "index_cpu_to_gpus_list", copy_to_gpus)
         monkeypatch.setattr(faiss, "index_gpu_to_cpu", lambda index: index.index, raising=False)
+        if has_cuvs:
+            for name in ("GpuIndexCagraConfig", "SearchParametersCagra", "StandardGpuResources"):
+                monkeypatch.setattr(faiss, name, SimpleNamespace, raising=False)
+            make_graph = partial(FakeCagra, work=work)
+            monkeypatch.setattr(faiss, "GpuIndexCagra", make_graph, raising=False)
         return work
 
     return add
@@ -325,6 +351,25 @@ def test_gpus_build_and_search_an_inverted_file_as_the_cpu_does(store, tmp_path,
     assert (tmp_path / "gpu.faiss").read_bytes() == (tmp_path / "cpu.faiss").read_bytes()
     shards = 3 * [("add", [0])]
     assert work == [("train", [0]), *shards, *4 * [("search", [0, 1])]]
+
+
+@pytest.mark.parametrize("metric", ["cos", "dot"])
+def test_with_cuvs_a_gpu_builds_and_searches_the_graph_of_hnsw(store, tmp_path, metric, add_gpus):
+    """The file is searched by the CPU, too, and the number of candidates is efSearch in both."""
+    queries = make_vectors(9, seed=1)
+    index = open_index(tmp_path / "cpu.faiss", store, "HNSW8", metric, "efSearch=200")
+    expected_scores, expected_rows = search(index, queries, 20)
+    work = add_gpus(has_cuvs=True)
+    for parameters in ("efSearch=200", None):
+        index = open_index(tmp_path / "gpu.faiss", store, "HNSW8", metric, parameters)
+        scores, rows = search(index, queries, 20)
+        if parameters is not None:
+            np.testing.assert_array_equal(rows, expected_rows)
+            np.testing.assert_allclose(scores, expected_scores, atol=1e-6)
+        assert index.gpus == [0]
+    assert work == [("train", [0]), *2 * [("search", [0])]]
+    index.gpus = ()
+    assert search(index, queries, 20)[1].shape == rows.shape
 
 
 @pytest.mark.parametrize(
