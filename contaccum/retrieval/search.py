@@ -43,7 +43,7 @@ if TYPE_CHECKING:
     import faiss
 
 Embeddings = np.ndarray | EmbeddingStore
-"""Types of embeddings (N, d) that can be searched; slices of them are float32."""
+"""Types of embeddings (N, d) that can be searched."""
 
 Encode = Callable[[SentenceTransformer, Sequence[str]], np.ndarray]
 """Function of a model and n texts that returns embeddings (n, d)."""
@@ -141,13 +141,15 @@ class FaissSearcher:
         """
         metric = get_similarity(self.model, score_function)
         query_embeddings = self._encode(list(queries.values()), "query", self.encode_queries)
+        dimension = query_embeddings.shape[1]
+        check_factory(self.index, dimension, len(corpus), metric, self.index_parameters)
         passages = get_passage_texts(corpus)
         document_embeddings = self._encode(passages, "document", self.encode_documents)
         index = build_index(
             document_embeddings, self.index, metric, list(corpus), self.index_parameters
         )
         # One more than top_k, because the document with the query's id is dropped.
-        scores, rows = search(index, query_embeddings, top_k + 1)
+        scores, rows = search(index, query_embeddings, top_k + 1, self.show_progress_bar)
         self.search_details = {"gpus": len(index.gpus)}
         recall = recall_against_exact(index, query_embeddings, rows[:, :top_k])
         if recall is not None:
@@ -175,10 +177,10 @@ class DenseIndex:
 
     Attributes:
         corpus: the embeddings, (N, d).
-        ids: function that returns the ids of some rows.
+        get_ids: function that returns the ids of some rows.
         factory: FAISS factory string.
         metric: "cos" or "dot".
-        parameters: FAISS search parameters; None if the factory has none.
+        parameters: FAISS search parameters; None: FAISS's defaults.
         faiss_index: the FAISS index; None for "Flat", which searches the embeddings themselves.
         gpus: numbers of the GPUs that search; the CPU searches if there are none. The embeddings,
             if they have room, or a copy of the FAISS index stay in their memory as long as the
@@ -186,13 +188,15 @@ class DenseIndex:
     """
 
     corpus: Embeddings
-    ids: Callable[[np.ndarray], Sequence[str] | np.ndarray]
+    get_ids: Callable[[np.ndarray], Sequence[str] | np.ndarray]
     factory: str
     metric: Similarity
     parameters: str | None
     faiss_index: faiss.Index | None = None
     gpus: Sequence[int] = ()
-    _on_gpus: list[DeviceEmbeddings] = field(default_factory=list, init=False, repr=False)
+    _embeddings_on_gpus: list[DeviceEmbeddings] = field(
+        default_factory=list, init=False, repr=False
+    )
     _faiss_index_on_gpus: faiss.Index | None = field(default=None, init=False, repr=False)
 
 
@@ -216,9 +220,9 @@ def build_index(
         metric: "cos" or "dot"; None: the similarity of the store, "cos" for an array. With "cos",
             normalised copies are compared; the array of the caller does not change.
         ids: N document ids for an array; None: the row numbers. Documents with equal scores are
-            ordered by id, descending, as by trec_eval.
-        parameters: FAISS search parameters, such as "nprobe=32" or "efSearch=128"; None: one
-            eighth of the lists of an inverted file, FAISS's default for others.
+            ordered by id, descending, as by trec_eval; row numbers are compared as numbers.
+        parameters: FAISS search parameters, such as "nprobe=32" or "efSearch=128". Unless they have
+            another ``nprobe``, one eighth of the lists of an inverted file is searched.
 
     Raises:
         ConfigError: see `check_factory`.
@@ -278,7 +282,7 @@ def _fill(index: faiss.Index, num_points: int, embeddings: Embeddings, metric: S
 
 
 def find_gpus() -> list[int]:
-    """Return the numbers of all GPUs that torch has; of several ranks, each has its own GPU."""
+    """Return the numbers of the GPUs to search on: all, or the rank's own if there are several."""
     if torch.cuda.is_available() and world_size() > 1:
         return [torch.cuda.current_device()]
     return list(range(torch.cuda.device_count()))
@@ -434,7 +438,7 @@ def search(
         num_results = min(k + _NUM_EXTRA_RESULTS, num_documents)
         scores, rows = _search_exactly(index, queries, num_results, show_progress)
     scores[rows < 0] = -np.inf
-    _order_ties_by_id(index.ids, scores, rows)
+    _order_ties_by_id(index.get_ids, scores, rows)
     return scores[:, :k], rows[:, :k]
 
 
@@ -465,21 +469,24 @@ def _search_exactly(
     index: DenseIndex, queries: np.ndarray, k: int, show_progress: bool
 ) -> tuple[np.ndarray, np.ndarray]:
     if index.gpus and len(queries) > 0:
-        if not index._on_gpus:
+        if not index._embeddings_on_gpus:
             devices = [torch.device("cuda", number) for number in index.gpus]
-            index._on_gpus = split_over_devices(index.corpus, devices)
+            index._embeddings_on_gpus = split_over_devices(index.corpus, devices)
         try:
-            return search_on_devices(index._on_gpus, queries, k, index.metric)
+            return search_on_devices(index._embeddings_on_gpus, queries, k, index.metric)
         except Exception as error:
             if not is_out_of_memory(error):
                 raise
-            index._on_gpus = []
+            index.gpus = ()
+            index._embeddings_on_gpus = []
             logger.warning("exact search: the GPU's memory is full, so the CPU searches")
     return search_slices(index.corpus, queries, k, index.metric, show_progress)
 
 
 def _order_ties_by_id(
-    ids: Callable[[np.ndarray], Sequence[str] | np.ndarray], scores: np.ndarray, rows: np.ndarray
+    get_ids: Callable[[np.ndarray], Sequence[str] | np.ndarray],
+    scores: np.ndarray,
+    rows: np.ndarray,
 ) -> None:
     """Order documents with equal scores by id, descending, in place; all arrays are (n, k).
 
@@ -488,7 +495,7 @@ def _order_ties_by_id(
     equals_previous = (scores[:, 1:] == scores[:, :-1]) & (rows[:, 1:] >= 0)
     for line in np.flatnonzero(equals_previous.any(axis=1)).tolist():
         found = np.flatnonzero(rows[line] >= 0)
-        keys = list(zip(scores[line, found].tolist(), ids(rows[line, found]), strict=True))
+        keys = list(zip(scores[line, found].tolist(), get_ids(rows[line, found]), strict=True))
         order = sorted(range(len(found)), key=keys.__getitem__, reverse=True)
         rows[line, found] = rows[line, found[order]]
 
@@ -505,7 +512,7 @@ def list_hits(
     for start in range(0, len(rows), _QUERIES_PER_LOOKUP):
         group = rows[start : start + _QUERIES_PER_LOOKUP]
         found_rows = np.unique(group[group >= 0])
-        id_of_row = dict(zip(found_rows.tolist(), index.ids(found_rows), strict=True))
+        id_of_row = dict(zip(found_rows.tolist(), index.get_ids(found_rows), strict=True))
         for query_rows, query_scores in zip(group, scores[start:], strict=False):
             # Where an approximate index finds fewer than k documents, the last rows are -1.
             ids = [id_of_row[row] for row in query_rows.tolist() if row >= 0]
@@ -582,20 +589,20 @@ def _set_parameters(index: faiss.Index, factory: str, parameters: str | None) ->
     """Set the search parameters of an index, and return them."""
     import faiss
 
-    if not parameters:
-        num_lists = _count_inverted_lists(index)
-        if num_lists == 0:
-            return None
+    num_lists = _count_inverted_lists(index)
+    default = None
+    if num_lists > 0:
         # FAISS's default, one list, finds few of the best documents.
-        parameters = f"nprobe={math.ceil(num_lists / 8)}"
+        default = f"nprobe={math.ceil(num_lists / 8)}"
     space: Any = faiss.ParameterSpace()  # FAISS's type stub has only one of the two overloads
     try:
-        space.set_index_parameters(index, parameters)
+        for values in filter(None, [default, parameters]):
+            space.set_index_parameters(index, values)
     except RuntimeError as error:
         raise ConfigError(
             f"index {factory!r} does not take parameters {parameters!r} (correct or drop them)"
         ) from error
-    return parameters
+    return parameters or default
 
 
 def _count_inverted_lists(index: faiss.Index) -> int:
@@ -668,7 +675,7 @@ def search_slices(
         initargs=(num_threads // num_workers,),
     )
     # By default, FAISS uses BLAS only if queries x dimensions reach 128,000. Below that, products
-    # are computed one by one, which takes up to ten times as long.
+    # are computed one by one, which takes up to ten times as long. Now eight queries are enough.
     blas_threshold = faiss.cvar.distance_compute_blas_threshold
     faiss.cvar.distance_compute_blas_threshold = 8 * dimension
     try:
@@ -800,7 +807,7 @@ def _select_best(scores: Tensor, rows: Tensor, k: int) -> tuple[Tensor, Tensor]:
 
 
 class DeviceEmbeddings:
-    """Some of N embeddings, read in blocks on a device, for products with all of them.
+    """Some of N embeddings, read in blocks on a device.
 
     On a GPU, the embeddings stay in its memory if it has room. Otherwise their blocks are copied to
     it each time they are read, and the next block is copied while the GPU works on this one. There
@@ -861,7 +868,7 @@ class DeviceEmbeddings:
             if norms is not None:
                 start = first_row - self.first_row
                 scales = norms[start : start + len(documents)].reciprocal()
-                scales.nan_to_num_(nan=torch.nan, posinf=0.0)
+                scales.masked_fill_(scales.isinf(), 0.0)
             yield DocumentBlock(first_row, documents, scales)
 
     def _read(self) -> Iterator[tuple[int, Tensor]]:
@@ -911,7 +918,7 @@ class DeviceEmbeddings:
         copy_stream.wait_stream(torch.cuda.current_stream(self.device))
 
         def copy(place: int, block: Tensor) -> None:
-            # In another mode than that of the thread that made the tensors, writing can fail.
+            # The tensors may be of inference mode, and can be written only in it.
             with torch.inference_mode(), torch.cuda.stream(copy_stream):
                 copied[place].synchronize()  # the block before the last one has left the host
                 source = on_host[place, : len(block)].copy_(block)
@@ -943,8 +950,10 @@ class DeviceEmbeddings:
         """Yield the first row and the embeddings of each block, on the host."""
         end_row = self.first_row + self._num_rows
         for first_row, block in _list_blocks(self._embeddings, self._rows_per_block):
+            if first_row >= end_row:
+                return
             start = max(first_row, self.first_row)
-            block = block[start - first_row : max(start, end_row) - first_row]
+            block = block[start - first_row : end_row - first_row]
             if len(block) > 0:
                 # torch accepts neither a reversed array nor, without a warning, a read-only one.
                 yield start, torch.from_numpy(np.require(block, self._dtype, ("C", "W")))

@@ -149,23 +149,28 @@ def test_the_cpu_searches_if_the_memory_of_a_gpu_is_full(monkeypatch, caplog):
     _, expected_rows = search(build_index(documents), documents, 5)
     monkeypatch.setattr(search_module, "find_gpus", lambda: [0])
     monkeypatch.setattr(search_module, "search_on_devices", fail)
-    _, rows = search(build_index(documents), documents, 5)
+    index = build_index(documents)
+    _, rows = search(index, documents, 5)
     np.testing.assert_array_equal(rows, expected_rows)
+    assert len(index.gpus) == 0
     assert "memory is full, so the CPU searches" in caplog.text
 
 
 @pytest.mark.parametrize(
-    ("factory", "parameters", "expected"),
+    ("factory", "parameters", "expected", "nprobe"),
     [
-        ("PCA8,IVF16,Flat", None, "nprobe=2"),
-        ("IVF16,Flat", "nprobe=9", "nprobe=9"),
-        ("HNSW8", None, None),
+        ("PCA8,IVF16,Flat", None, "nprobe=2", 2),
+        ("IVF16,Flat", "nprobe=9", "nprobe=9", 9),
+        ("IVF16_HNSW8,Flat", "quantizer_efSearch=64", "quantizer_efSearch=64", 2),
+        ("HNSW8", None, None, None),
     ],
 )
-def test_an_inverted_file_probes_an_eighth_of_its_lists(factory, parameters, expected):
-    """The default holds only without parameters and for an inverted file."""
+def test_an_inverted_file_probes_an_eighth_of_its_lists(factory, parameters, expected, nprobe):
+    """The default holds only for an inverted file without another ``nprobe``."""
     index = build_index(make_vectors(400), factory, parameters=parameters)
     assert index.parameters == expected
+    if nprobe is not None:
+        assert faiss.extract_index_ivf(index.faiss_index).nprobe == nprobe
 
 
 def test_recall_is_the_share_of_exact_results_that_were_found():

@@ -4,6 +4,7 @@ import numpy as np
 import pytest
 import torch
 
+from contaccum.errors import ConfigError
 from contaccum.retrieval.search import FaissSearcher
 
 
@@ -103,3 +104,14 @@ def test_an_approximate_index_may_find_fewer_documents_and_measures_recall(searc
     recall = searcher.search_details["recall"]
     assert recall["queries"] == 20
     assert 0 < recall["recall@100"] < 1
+
+
+def test_a_wrong_index_is_refused_before_the_corpus_is_encoded(search_data):
+    corpus, queries, model = search_data
+
+    def refuse_to_encode(model, texts):
+        raise AssertionError("nothing should be encoded")
+
+    searcher = FaissSearcher(model, index="IVF8,Typo", encode_documents=refuse_to_encode)
+    with pytest.raises(ConfigError, match="IVF8,Typo"):
+        searcher.search(corpus, queries, 5, score_function="dot")
