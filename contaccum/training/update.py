@@ -486,11 +486,12 @@ def find_micro_batch(
 ) -> int:
     """Return the pairs of the largest micro-batch that fits into the memory of every rank.
 
-    The divisors of the pairs per update are tried with the longest texts of the data, in ascending
-    order until memory runs out. On a CPU, the operating system would kill the process when memory
-    runs out. So the memory for a size is predicted from the memory of the size before, in
-    proportion, and a size that may need too much is not tried. The search does not change weights,
-    bank or random states.
+    The divisors of the pairs per update are tried with the longest texts of the data. On a GPU, the
+    largest comes first, and the first one that fits is taken: small sizes take the most time,
+    because a gradient cache encodes all pairs with each. On a CPU, the operating system would kill
+    the process when memory runs out. So the smallest comes first, the memory for a size is
+    predicted from the memory of the size before, in proportion, and a size that may need too much
+    is not tried. The search does not change weights, bank or random states.
 
     Args:
         args: the arguments of the run.
@@ -514,10 +515,11 @@ def find_micro_batch(
             f"per_device_train_batch_size=auto: an update has {num_pairs} pairs on each device, "
             f"but a micro-batch needs at least {smallest}. Raise total_train_batch_size"
         )
+    is_host = is_host_memory(args.device)
     largest = 0  # the largest size that fits so far
     memory_of_largest = 0.0  # MB
-    for size in sizes:
-        if largest and args.device.type == "cpu":
+    for size in sizes if is_host else reversed(sizes):
+        if largest and is_host:
             free_memory = psutil.virtual_memory().available / _BYTES_PER_MB
             predicted_memory = memory_of_largest * size / largest
             if predicted_memory > _MAX_SHARE_OF_FREE_MEMORY * free_memory:
@@ -526,20 +528,31 @@ def find_micro_batch(
         memory_before = peak_memory_mb(args.device)
         # A gradient cache gets all pairs in one batch, and encodes ``size`` of them at once.
         batch = rows if uses_gradient_cache(loss) else rows[:size]
+        fits = True
         try:
             try_micro_batch(size, model, loss, batch, compute_loss)
         except Exception as error:
             if not is_out_of_memory(error):
                 raise
+            fits = False
+        # Not in the handler, where the error still refers to the activations.
+        clear_device_cache(garbage_collection=True)
+        if fits:
+            memory_of_largest = peak_memory_mb(args.device) - memory_before
+            largest = size
+        # On a CPU, larger sizes do not fit either; on a GPU, this size is the largest that fits.
+        if fits != is_host:
             break
-        memory_of_largest = peak_memory_mb(args.device) - memory_before
-        largest = size
-    clear_device_cache(garbage_collection=True)
     largest = int(over_ranks("MIN", torch.tensor(largest, device=args.device)))
     if not largest:
         raise UserError(f"out of memory at a micro-batch of {sizes[0]}: {MEMORY_REMEDIES}")
     restore_random_states()
     return largest
+
+
+def is_host_memory(device: torch.device) -> bool:
+    """Return True if the operating system kills a process that uses too much of this memory."""
+    return device.type == "cpu"
 
 
 def try_micro_batch(

@@ -235,9 +235,13 @@ AUTO = {
 }
 
 
+@pytest.mark.parametrize("is_host", [True, False], ids=["CPU", "GPU"])
 @pytest.mark.parametrize("stage", ["passages", "backward"])
-def test_auto_finds_the_largest_micro_batch_without_changing_the_training(stage, tmp_path):
+def test_auto_finds_the_largest_micro_batch_without_changing_the_training(
+    stage, is_host, tmp_path, monkeypatch
+):
     """The sizes are 12, 6, 4, 3, 2 and 1; the largest of them with at most 5 rows is 4."""
+    monkeypatch.setattr(update, "is_host_memory", lambda device: is_host)
     fixed = make_trainer(tmp_path / "fixed", dropout=0.1)
     fixed.train()
     auto = make_trainer(tmp_path / "auto", dropout=0.1, **AUTO, **SAVE_EVERY_UPDATE)
@@ -335,10 +339,25 @@ def test_auto_refuses_an_update_that_is_smaller_than_a_micro_batch(tmp_path):
         make_trainer(tmp_path, **settings).get_train_dataloader()
 
 
-def test_auto_finds_how_many_pairs_a_gradient_cache_encodes_at_once(tmp_path):
+@pytest.mark.parametrize(
+    ("is_host", "tried"), [(True, [1, 2, 3, 4, 6]), (False, [12, 6, 4])], ids=["CPU", "GPU"]
+)
+def test_auto_finds_how_many_pairs_a_gradient_cache_encodes_at_once(
+    is_host, tried, tmp_path, monkeypatch
+):
+    sizes = []
+    try_micro_batch = update.try_micro_batch
+
+    def record_size(size: int, *arguments: Any) -> None:
+        sizes.append(size)
+        try_micro_batch(size, *arguments)
+
+    monkeypatch.setattr(update, "is_host_memory", lambda device: is_host)
+    monkeypatch.setattr(update, "try_micro_batch", record_size)
     trainer = make_trainer(tmp_path, method="grad_cache", **AUTO)
     simulate_out_of_memory(trainer, "passages", EVERY_CALL, max_rows=5)
     trainer.train()
+    assert sizes == tried
     assert trainer.args.pairs_per_micro_batch == trainer.loss.mini_batch_size == 4
     assert trainer.args.per_device_train_batch_size == trainer.args.total_train_batch_size == 12
 
