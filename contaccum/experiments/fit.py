@@ -875,6 +875,7 @@ def propose_settings(
         "temperature": proposal.temperature,
         "per_device_train_batch_size": micro_batch,
         "total_train_batch_size": round_up(proposal.pairs_per_update, unit * num_ranks),
+        "dataloader_num_workers": proposal.num_workers,
         "num_hard_negatives": int(proposal.has_negatives),
         "query_prompt": proposal.query_prompt or None,
         "passage_prompt": proposal.passage_prompt or None,

@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 import math
+import multiprocessing
 import re
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -44,6 +45,7 @@ _MAX_SAMPLED_ROWS = 1000  # rows whose texts are measured
 _LENGTH_QUANTILE = 0.95
 _MAX_TOKENS = 512
 _MAX_BANK_SIZE = 1024
+_NUM_WORKERS = 2
 _START_RATE_WIDTH = 384  # a wider encoder needs a smaller rate, about in proportion
 _ADAPTER_FACTOR = 10.0  # LoRA adapters need larger rates
 _WEAK_BASE_FACTOR = 5.0  # an encoder that cannot retrieve yet needs larger rates
@@ -79,6 +81,9 @@ class Proposal:
             hardly longer.
         pairs_per_update: pairs per update.
         has_bf16: whether the machine has a GPU that computes in bfloat16.
+        num_workers: number of processes that tokenise meanwhile. Without them, a GPU waits for
+            tokens as long as it computes. They start anew in each epoch, so there are none where
+            a new process does not begin as a copy and takes seconds.
         bank_size: rows of each bank.
         learning_rate: the learning rate with which a search starts.
         temperature: the proposed temperature.
@@ -101,6 +106,7 @@ class Proposal:
     micro_batch: int | Literal["auto"]
     pairs_per_update: int
     has_bf16: bool
+    num_workers: int
     bank_size: int
     learning_rate: float
     temperature: float
@@ -154,6 +160,7 @@ def propose(
     has_prompts = bool(query_prompt or passage_prompt)
     num_pairs = len(loaded.pairs)
     has_gpu = torch.cuda.is_available()
+    starts_by_copy = multiprocessing.get_all_start_methods()[0] == "fork"  # the default comes first
     # The largest power of two that is at most half of the passages, from 8 to 1024.
     bank_rows = min(_MAX_BANK_SIZE, max(8, len(passage_ids) // 2))
     bank_size = 2 ** int(np.log2(bank_rows))
@@ -177,6 +184,7 @@ def propose(
         micro_batch="auto" if has_gpu else MICRO_BATCH,
         pairs_per_update=MICRO_BATCH * max(1, min(max_steps, max_steps_of_data)),
         has_bf16=has_gpu and torch.cuda.is_bf16_supported(),
+        num_workers=_NUM_WORKERS if has_gpu and starts_by_copy else 0,
         bank_size=bank_size,
         learning_rate=compute_start_rate("contaccum", width, has_adapter=False, is_base_weak=False),
         temperature=0.05,

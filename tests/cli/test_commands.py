@@ -163,6 +163,7 @@ def test_new_uses_the_memory_and_the_number_type_of_a_gpu(places, tmp_path, monk
     assert main(["new", "a", "--data", str(places / "pairs.jsonl"), "--model", "./missing"]) == 0
     settings = replace(Settings(), **read(["a/config.yaml"]))
     assert settings.has_auto_micro_batch and settings.bf16
+    assert settings.dataloader_num_workers == 2
     assert settings.total_train_batch_size == 8
 
 

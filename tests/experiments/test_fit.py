@@ -927,6 +927,7 @@ def test_on_a_gpu_the_micro_batch_is_the_largest_that_its_memory_allows(
         with_steps = fit_module.propose_settings(train_file, str(root / "fresh"), given, 1)
     assert settings.per_device_train_batch_size == "auto"
     assert settings.total_train_batch_size == 16
+    assert settings.dataloader_num_workers == 2
     assert with_steps.per_device_train_batch_size == 8  # two micro-batches of any size may not fit
 
     try_micro_batch = update.try_micro_batch
