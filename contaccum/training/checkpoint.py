@@ -25,6 +25,7 @@ from typing import Any, cast
 
 from safetensors.torch import load_file
 from sentence_transformers import SentenceTransformer
+from sentence_transformers.base.sampler import BatchSamplers
 from torch import Tensor
 from transformers import TrainerState
 from transformers.trainer_utils import sort_checkpoints
@@ -109,7 +110,7 @@ def collect_banks(losses: Iterable[ContAccumLoss], keep: bool) -> dict[str, Tens
     """Return the states of the banks of all losses, by name, on the CPU.
 
     Every rank must call this function, because a loss may gather its bank from all ranks.
-    ``keep`` is that of `ContAccumLoss.bank_state_dict`.
+    A rank without ``keep`` takes part in gathering, and gets empty states.
     """
     states = {}
     for index, loss in enumerate(losses):
@@ -134,11 +135,12 @@ def load_banks(folder: Path, losses: Iterable[ContAccumLoss]) -> None:
 
 
 def remove_replaced(args: ContAccumTrainingArguments, run_id: str | None, update: int) -> None:
-    """Remove the checkpoints that the run ``run_id`` replaces when it starts after an update.
+    """Remove the checkpoints that the run ``run_id`` replaces when it continues after an update.
 
-    A new run with ``overwrite_output_dir`` replaces every checkpoint in its folder. A resumed run
-    replaces its own later checkpoints, because it trains their updates again, perhaps with other
-    results. If they remained, ``resume_from_checkpoint=last`` would resume from the old results.
+    ``update`` is 0 for a new run. A new run with ``overwrite_output_dir`` replaces every checkpoint
+    in its folder. A resumed run replaces its own later checkpoints, because it trains their updates
+    again, perhaps with other results. If they remained, ``resume_from_checkpoint=last`` would
+    resume from the old results.
     """
     replaces_all = args.overwrite_output_dir and update == 0
     for path in find_checkpoints(str(args.output_dir)):
@@ -281,10 +283,13 @@ class RunDescription:
         settings: dict[str, Any] = {}
         # With another value of one of these, the saved states of bank and optimizer, or the saved
         # position in the data, would not be valid. Files are compared by their content below, and
-        # the pairs per update as a number that is known once the ranks are.
-        by_content = {*find("is_path"), "total_train_batch_size"}
+        # the pairs per update by their number, which also depends on the number of ranks.
+        compared_below = {*find("is_path"), "total_train_batch_size"}
         for name in find("on_change", "restart"):
-            if name in ContAccumTrainingArguments.__dataclass_fields__ and name not in by_content:
+            if (
+                name in ContAccumTrainingArguments.__dataclass_fields__
+                and name not in compared_below
+            ):
                 settings[name] = self.user_arguments.get(name)
         settings["pairs per update"] = args.total_train_batch_size
         settings["rows"] = count_rows(self.train_dataset)
@@ -302,8 +307,8 @@ class RunDescription:
         # With another sampler than the default, or several data sets, the order of the rows also
         # depends on the batch size.
         settings["batch_sampler"] = get_name(args.batch_sampler)
-        is_composed = settings["batch_sampler"] != "batch_sampler"
-        if is_composed or isinstance(self.train_dataset, dict):
+        is_default_sampler = settings["batch_sampler"] == BatchSamplers.BATCH_SAMPLER.value
+        if not is_default_sampler or isinstance(self.train_dataset, dict):
             settings["pairs per batch of the sampler"] = args.train_batch_size
         return settings
 
@@ -379,8 +384,8 @@ class ResumePoint:
         attributes = callbacks.get("EvaluationCallback", {}).get("attributes", {})
         evaluations_without_gain = attributes.get("early_stopping_patience_counter", 0)
         patience = args.early_stopping_patience
-        # ``num_train_epochs`` may be a fraction, so a run may end in the middle of an epoch.
-        # (``state.max_steps`` may be that of an earlier, shorter start.)
+        # ``num_train_epochs`` may be a fraction, so a run may end in the middle of an epoch. The
+        # number of updates is in run.json; that in the state may be of an earlier, shorter start.
         ended_here = (
             (patience is not None and evaluations_without_gain >= patience)
             or 0 < args.max_steps <= num_updates
@@ -455,14 +460,15 @@ def require_free_folder(args: ContAccumTrainingArguments) -> None:
     if request == "auto":
         is_resumed = find_newest_checkpoint(folder)[0] is not None
         # An unfinished run without a checkpoint was killed before its first one, and starts again.
-        # A model there is of an older run, which the killed run was already allowed to overwrite.
+        # A model there is of an older run, and the killed run was allowed to overwrite it.
         if is_resumed or not (has_model and is_finished(folder)):
             return
     elif request is not None:
-        # `choose_checkpoint` refuses an incomplete checkpoint. A run keeps its id when it resumes,
-        # so a checkpoint of another run would replace the run in the folder.
-        is_incomplete = explain_incomplete(Path(request)) is not None
-        if is_incomplete or record.get("run_id") in (None, read_marker(Path(request))["run_id"]):
+        if explain_incomplete(Path(request)) is not None:
+            return  # `choose_checkpoint` refuses it
+        # A run keeps its id when it resumes, so a checkpoint of another run would replace the run
+        # in the folder, if there is one.
+        if not record or record["run_id"] == read_marker(Path(request))["run_id"]:
             return
     checkpoints = find_checkpoints(folder)
     if has_model:
@@ -499,9 +505,11 @@ def choose_checkpoint(
     is_named = request not in ("last", "auto")
     folder = request if is_named else str(args.output_dir)
     if is_named:
+        path: Path | None = Path(folder)
         reason = explain_incomplete(Path(folder))
-        path = Path(folder) if reason is None else None
-        skipped = [] if reason is None else [f"{folder}: {reason}"]
+        skipped = []
+        if reason is not None:
+            path, skipped = None, [reason]
     else:
         path, skipped = find_newest_checkpoint(folder)
     # "auto" may start a new run if the latest run was killed before its first complete checkpoint.
