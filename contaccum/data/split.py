@@ -1,13 +1,12 @@
-"""Splits of training data into train, dev and test, without a text of dev or test in train.
+"""Splits of training data into train, dev and test, without a query of dev or test in train.
 
-Records that share a text, or nearly so, form a group (`contaccum.data.near_duplicates`). All
-records of a group go to the same side: "train", "dev" or "test". The queries of dev and test are
-held out: no model trains on them. The haystack of dev or test consists of the documents in which
-their queries are searched.
+Records that share a text, or nearly so, form a group (`contaccum.data.near_duplicates`). The
+queries of dev and test are held out: no model trains on them. The haystack of dev or test consists
+of the documents in which their queries are searched.
 
 A document is known if it is a positive of a training query, else new. A held-out query is known if
-all its relevant documents are, else new. For new queries whole groups are held out, for known
-queries groups of records that are linked by their queries alone.
+all its relevant documents are, else new. New queries are held out with all records of their group.
+Known queries are held out with their near-duplicates, and their passages stay in training.
 
 A split is written as a folder:
 
@@ -18,9 +17,9 @@ A split is written as a folder:
                    judgements are in qrels/test.tsv; if some queries are known, their judgements
                    are also in qrels/known.tsv, and those of the others in qrels/new.tsv
 
-The same data, sizes and seed give the same split, whatever the order of the records. Texts are
-compared after `normalise`. A document is a copy of a passage of the records if its title and text
-together, or its text alone, have the words of the passage.
+The same data, sizes and seed hold out the same queries, whatever the order of the records. Texts
+are compared after `normalise`. A document is a copy of a passage of the records if its title and
+text together, or its text alone, have the words of the passage.
 """
 
 from __future__ import annotations
@@ -70,7 +69,8 @@ LEAST_QUERIES = 10
 """Least number of distinct queries in data that can be split."""
 
 _SMALL_GROUPS_PER_SET = 4
-"""Smallest number of groups in a held-out set: a larger group would decide its score."""
+"""A small group has at most a quarter of the queries of dev or test, whichever has more. A larger
+one would decide the score."""
 
 FEW_TEST_QUERIES = 100
 """Number of test queries below which the split warns: most differences would be noise."""
@@ -441,9 +441,10 @@ def assign_sides(
 ) -> tuple[list[str], int]:
     """Return the side of each record ("train", "dev", "test" or "left out"), and number of folds.
 
-    If known and new queries are held out, the small groups are in a random order, and new queries
-    come from the first half of it, known queries from all other groups. So a known query has its
-    passages in training in every fold, and no query is known in one fold and new in another.
+    If known and new queries are held out, the small groups are in a random order. New queries come
+    from the first of them, which have half of all queries, and known queries from all other groups.
+    So a known query has its passages in training in every fold, and no query is known in one fold
+    and new in another.
 
     Args:
         grouping: groups of the records.
@@ -489,11 +490,12 @@ def assign_sides(
         if future is not None or (has_enough_new and has_enough_known):
             known, groups, sizes = candidates, groups_of_new, new_sizes
 
-    num_folds = 1
+    folds = []  # of new and of known queries
     if sizes["test"] > 0:
-        num_folds = max(1, grouping.count_queries(groups) // sizes["test"])
-    elif known.sides:
-        num_folds = known.available // known.sizes["test"]
+        folds.append(grouping.count_queries(groups) // sizes["test"])
+    if known.sizes["test"] > 0:
+        folds.append(known.available // known.sizes["test"])
+    num_folds = max(1, min(folds, default=1))
     if settings.fold >= num_folds:
         raise ConfigError(f"fold={settings.fold}: {source} has folds 0 to {num_folds - 1}")
     side_of_group = choose_sides(source, grouping, groups, sizes, settings.fold)
@@ -603,7 +605,7 @@ def choose_known_queries(
     takes the last ones. A group is skipped if one of its passages would have no other query left.
 
     Args:
-        records: all records that have one of the passages.
+        records: if a passage is among them, all records with this passage.
         sizes: largest number of queries in "dev" and "test". If fewer can be held out at once, both
             get their share of them.
     """
@@ -665,7 +667,7 @@ def find_held_out(
 
     These are the queries and positives of dev and test, and the hard negatives of training records
     and the documents that are copies or near-duplicates of them. Positives of training records are
-    never among them: dev and test may have some of these too (`Split.held_out_by`).
+    never among them: known queries of dev and test have some of these too.
 
     `documents` is the corpus, and `test` the test set that the data came with.
     """
@@ -679,7 +681,7 @@ def find_held_out(
     held_out -= training_positives | {""}  # published sets judge empty documents
     negatives = {normalise(text) for record in parts["train"] for text in record.negatives}
     for document in documents:
-        negatives |= _get_copied_texts(document)
+        negatives |= _get_texts(document)
     held_out |= find_near_duplicates(
         negatives - held_out - training_positives, held_out, show_progress
     )
@@ -710,11 +712,8 @@ def collect_training_corpus(
     return list(collected.values())
 
 
-def _get_copied_texts(document: Passage) -> set[str]:
-    """Return the normalised texts of which a document is a copy: with its title, and without it.
-
-    A blank text has no copies.
-    """
+def _get_texts(document: Passage) -> set[str]:
+    """Return the normalised texts of a document, with its title and without it, if not blank."""
     texts = {normalise(document.passage)}
     if document.title:
         texts.add(normalise(document.text))
@@ -730,9 +729,9 @@ def _add_copies(texts: Set[str], documents: Iterable[Passage]) -> set[str]:
     all_texts = set(texts)
     words = {get_words(text) for text in texts}
     for document in documents:
-        copied_texts = _get_copied_texts(document)
-        if not words.isdisjoint(map(get_words, copied_texts)):
-            all_texts |= copied_texts
+        texts_of_document = _get_texts(document)
+        if not words.isdisjoint(map(get_words, texts_of_document)):
+            all_texts |= texts_of_document
     return all_texts
 
 
@@ -829,7 +828,7 @@ def write_beir(
     ids_of_positive: dict[str, list[str]] = {text: [] for text in positives}
     documents = []
     for document in haystack:
-        for text in _get_copied_texts(document) & positives.keys():
+        for text in _get_texts(document) & positives.keys():
             ids_of_positive[text].append(document.id)
         documents.append(document)
     ids_by_words: dict[str, list[str]] = {}
@@ -837,7 +836,7 @@ def write_beir(
         if not ids:
             ids_by_words[get_words(text)] = []
     for document in documents if ids_by_words else []:
-        for words in set(map(get_words, _get_copied_texts(document))) & ids_by_words.keys():
+        for words in set(map(get_words, _get_texts(document))) & ids_by_words.keys():
             ids_by_words[words].append(document.id)
     num_added = 0
     for text, ids in ids_of_positive.items():

@@ -9,6 +9,8 @@ the backbone, the transformers model inside a SentenceTransformer.
 from __future__ import annotations
 
 import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any, Literal
 
 from sentence_transformers import SentenceTransformer
@@ -184,3 +186,15 @@ def configure(
                 pretrained_model.set_attn_implementation(attn_implementation)
         except (ValueError, ImportError) as error:
             raise ConfigError(f"attn_implementation={attn_implementation}: {error}") from error
+
+
+@contextmanager
+def without_dropout(model: nn.Module) -> Iterator[None]:
+    """Set a model to eval mode inside the block, and restore the mode of each module afterwards."""
+    modes = [(module, module.training) for module in model.modules()]
+    model.eval()
+    try:
+        yield
+    finally:
+        for module, training in modes:
+            module.training = training

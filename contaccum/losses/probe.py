@@ -20,6 +20,7 @@ from torch import Tensor, nn
 from contaccum.bank.info_nce import BankedInfoNCE
 from contaccum.bank.update_clock import UpdateClock
 from contaccum.distributed import gather_states, rank, world_size
+from contaccum.encoders.settings import without_dropout
 from contaccum.losses.text_ids import copy_first_texts, count_texts
 
 PROBE_PAIRS = 8
@@ -34,18 +35,6 @@ forward passes, and a forward pass is about a third of a training step.
 
 _TEXT_PREFIX = "probe."
 _PAIRS_KEY = "pairs_at_last_probe"
-
-
-@contextmanager
-def without_dropout(model: nn.Module) -> Iterator[None]:
-    """Set a model to eval mode inside the block, and restore the mode of each module afterwards."""
-    modes = [(module, module.training) for module in model.modules()]
-    model.eval()
-    try:
-        yield
-    finally:
-        for module, training in modes:
-            module.training = training
 
 
 class EncoderProbe:

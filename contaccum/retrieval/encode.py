@@ -26,7 +26,7 @@ from contaccum.data import Passage, RecordReport, passage_text, read_passages
 from contaccum.data.beir import find_beir_file
 from contaccum.data.rows import OnBadRecord, parse_question_line, parse_rows, parse_text, read_lines
 from contaccum.data.sampling import text_ids
-from contaccum.encoders.settings import Kind, get_prompt, get_tower
+from contaccum.encoders.settings import Kind, get_prompt, get_tower, without_dropout
 from contaccum.errors import DataError, UserError, check_choice, quoted
 from contaccum.files import AnyPath, Fingerprint
 from contaccum.retrieval.store import EmbeddingStore, StoreWriter, check_identity
@@ -111,8 +111,8 @@ def encode_texts(
 ) -> np.ndarray:
     """Encode k texts with a SentenceTransformer, by `encode_query` or `encode_document`.
 
-    Equal texts have equal embeddings to the last bit. The model's training or evaluation mode is
-    kept.
+    Equal texts have equal embeddings to the last bit. Each module keeps its mode, training or
+    evaluation.
 
     Args:
         model: a SentenceTransformer.
@@ -140,14 +140,10 @@ def encode_texts(
     if precision != "float32":
         autocast = torch.autocast(model.device.type, getattr(torch, precision))
     unique_texts = list(dict.fromkeys(texts))
-    was_training = model.training
-    try:
-        with autocast:
-            encoded = encode(unique_texts, batch_size=batch_size, show_progress_bar=show_progress)
-    finally:
-        # encode() leaves a model in evaluation mode. In a training loop that would switch off
-        # dropout from here on.
-        model.train(was_training)
+    # encode() leaves a model in evaluation mode. In a training loop that would switch off dropout
+    # from here on.
+    with without_dropout(model), autocast:
+        encoded = encode(unique_texts, batch_size=batch_size, show_progress_bar=show_progress)
     embeddings = np.asarray(encoded, dtype=np.float32)
     is_finite = np.isfinite(embeddings).all(axis=1)
     if not is_finite.all():
@@ -207,7 +203,8 @@ def check_store_fits(model: SentenceTransformer, store: EmbeddingStore) -> None:
     """Refuse a store that the document tower of this model did not encode.
 
     Raises:
-        ConfigError: for another model, prompt or similarity, which the message names.
+        ConfigError: for another model, similarity, or settings of tokenisation; the message names
+            which.
     """
     identity = encoding_identity(model, store.metadata["precision"], store.dtype, store.shard_size)
     check_identity(

@@ -20,7 +20,7 @@ from __future__ import annotations
 import shutil
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
-from functools import cache, lru_cache
+from functools import cache
 from itertools import islice
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -49,8 +49,6 @@ PARQUET_FOLDER = "parquet"
 BM25_FOLDER = "bm25"
 FORMAT = {"format": "contaccum embedding store", "version": 3}
 
-# The ids of a mapped shard keep a file open, and many systems allow a process 1,024 open files.
-_MAX_SHARDS_WITH_MAPPED_IDS = 64
 # Programs read one row group of a parquet file at a time. With 768 dimensions in float32, a group
 # has 25 MB.
 _ROWS_PER_GROUP = 8192
@@ -61,7 +59,7 @@ _CONTINUE_REMEDY = "run the same contaccum encode again, without --overwrite, to
 
 
 class EmbeddingStore:
-    """A finished store, read like an array (N, d). Rows are numbered through all shards.
+    """A finished store of embeddings (N, d). Rows are numbered through all shards.
 
     Create it with `open`. ``store[10:20]`` and ``store[[7, 3]]`` are float32 copies; memory holds
     these rows alone.
@@ -85,7 +83,7 @@ class EmbeddingStore:
         self.shard_size: int = metadata["shard_size"]
         self.num_shards = -(-len(self) // self.shard_size)  # rounded up
         self._get_embeddings = cache(self._map_embeddings)
-        self._get_ids = lru_cache(_MAX_SHARDS_WITH_MAPPED_IDS)(self._map_ids)
+        self._get_ids = cache(self._map_ids)
 
     @classmethod
     def open(cls, folder: files.AnyPath) -> EmbeddingStore:
@@ -162,7 +160,8 @@ class EmbeddingStore:
     def blocks(self, size: int) -> Iterator[tuple[int, np.ndarray]]:
         """Yield all embeddings in consecutive blocks of at most ``size`` rows.
 
-        A block never crosses the border of a shard. It is a view of the mapped file.
+        A block never crosses the border of a shard. It is a view of the mapped file, and must not
+        be changed.
 
         Yields:
             The number of the block's first row, and its embeddings, (n, d), in the store's type.
@@ -191,6 +190,7 @@ class EmbeddingStore:
             raise IndexError(
                 f"{self.folder}: rows must be a list of integers from 0 to {len(self) - 1}"
             )
+        row_numbers = row_numbers.astype(np.int64)  # the shard size exceeds the smaller types
         shard_numbers = row_numbers // self.shard_size
         for shard_number in np.unique(shard_numbers).tolist():
             positions = np.flatnonzero(shard_numbers == shard_number)
@@ -199,8 +199,9 @@ class EmbeddingStore:
     def _map_embeddings(self, shard_number: int) -> np.ndarray:
         """Map the embeddings of a shard, (n, d), for as long as the store lives.
 
-        Mapping it anew for each pass over the store would take a fifth of the pass. So all shards
-        stay mapped, by torch, which closes the file; numpy keeps it open.
+        Mapping it anew for each pass over the store would take a fifth of the pass. Many systems
+        allow a process 1,024 open files or fewer; numpy keeps the file of a map open, torch does
+        not.
         """
         array = self._map_array(shard_number, EMBEDDINGS_FILE, self.shape[1:], self.dtype)
         start = array.offset // array.itemsize  # after the header of the file
@@ -228,7 +229,7 @@ class EmbeddingStore:
 
         path = self.folder / get_shard_name(shard_number) / IDS_FILE
         with pa.memory_map(str(path)) as source, pa.ipc.open_file(source) as reader:
-            ids = reader.read_all()["id"].combine_chunks()
+            ids = reader.read_all()["id"].chunk(0)  # it stays mapped, and the file is closed
         # Arrow does not check offsets when it reads rows: in a broken file they may point outside
         # the mapped memory.
         ids.validate(full=True)
@@ -262,7 +263,7 @@ class StoreWriter:
         overwrite: bool = False,
     ) -> None:
         self.folder = Path(folder).expanduser()
-        metadata = check_folder(folder)
+        metadata = check_folder(self.folder)
         if metadata is not None and overwrite:
             derived = [self.folder / PARQUET_FOLDER, self.folder / BM25_FOLDER]
             for path in [*derived, *self.folder.glob("shard-*/")]:

@@ -23,10 +23,9 @@ from sentence_transformers.losses import (
 from torch import Tensor, nn
 
 from contaccum.data.sampling import LABELS, get_samplings
-from contaccum.encoders.settings import is_tied
+from contaccum.encoders.settings import is_tied, without_dropout
 from contaccum.errors import ConfigError
 from contaccum.losses.contaccum import ContAccumLoss
-from contaccum.losses.probe import without_dropout
 from contaccum.losses.query_side import QuerySideLoss
 from contaccum.retrieval.documents import StoreDocuments
 from contaccum.training.arguments import ContAccumTrainingArguments

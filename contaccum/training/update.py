@@ -1,4 +1,4 @@
-"""An update (one optimizer step) on all of its pairs, if memory runs out too, or none of it.
+"""Updates (optimizer steps): each is on all of its pairs, even if memory runs out, or is skipped.
 
 An update trains on micro-batches from the data loader, each in one micro-step (one forward and one
 backward pass, which `contaccum.training.trainer` runs). Once memory has run out, a micro-batch is
@@ -113,8 +113,8 @@ class Updates:
         loss: the training loss, or a dictionary with one loss for each data set.
         accelerator: the trainer's Accelerator.
         count_pairs: returns the number of pairs in a collated batch; 0 if it is unknown.
-        smallest: the smallest number of rows with which every query has a negative. Micro-steps
-            are never made smaller. The last part of an uneven batch may have fewer rows.
+        smallest: the smallest number of rows with which every query has a negative; ``max_rows``
+            never becomes smaller. The parts of an uneven batch may have fewer rows.
         has_full_gradients: whether every rank has the full gradient of every parameter, which is
             not so with FSDP or DeepSpeed.
 
@@ -215,7 +215,6 @@ class Updates:
         update = self.current
         if first == 0:
             self._set_pairs_of_losses()
-        batch_loss = torch.zeros((), device=self._args.device)
         for index in range(first, len(update.micro_batches)):
             inputs = update.micro_batches[index]
             max_rows = self.max_rows
@@ -283,8 +282,8 @@ class Updates:
         self.set_max_rows(max(rows // 2, self.smallest))
         logger.warning(
             f"update {self.current.number}: out of memory at a micro-batch of {rows} ({reason}). "
-            f"From now on a micro-batch has {self.max_rows} rows, and an update more micro-steps. "
-            "The pairs per update stay the same"
+            f"From now on at most {self.max_rows} rows are encoded at once. The pairs per update "
+            "stay the same"
         )
 
     def set_max_rows(self, rows: int | None) -> None:
@@ -487,8 +486,8 @@ def find_micro_batch(
     """Return the pairs of the largest micro-batch that fits into the memory of every rank.
 
     The divisors of the pairs per update are tried with the longest texts of the data. On a GPU, the
-    largest comes first, and the first one that fits is taken: small sizes take the most time,
-    because a gradient cache encodes all pairs with each. On a CPU, the operating system would kill
+    largest comes first, and the first one that fits is taken: a gradient cache encodes all pairs
+    with each size, which takes longest with small ones. On a CPU, the operating system would kill
     the process when memory runs out. So the smallest comes first, the memory for a size is
     predicted from the memory of the size before, in proportion, and a size that may need too much
     is not tried. The search does not change weights, bank or random states.
@@ -518,6 +517,9 @@ def find_micro_batch(
     is_host = is_host_memory(args.device)
     largest = 0  # the largest size that fits so far
     memory_of_largest = 0.0  # MB
+    # Memory that a size has freed stays with the process, so it counts for the next size, too.
+    reset_peak_memory(args.device)
+    memory_before = peak_memory_mb(args.device)
     for size in sizes if is_host else reversed(sizes):
         if largest and is_host:
             free_memory = psutil.virtual_memory().available / _BYTES_PER_MB
@@ -525,7 +527,6 @@ def find_micro_batch(
             if predicted_memory > _MAX_SHARE_OF_FREE_MEMORY * free_memory:
                 break
         reset_peak_memory(args.device)
-        memory_before = peak_memory_mb(args.device)
         # A gradient cache gets all pairs in one batch, and encodes ``size`` of them at once.
         batch = rows if uses_gradient_cache(loss) else rows[:size]
         fits = True
@@ -540,8 +541,10 @@ def find_micro_batch(
         if fits:
             memory_of_largest = peak_memory_mb(args.device) - memory_before
             largest = size
-        # On a CPU, larger sizes do not fit either; on a GPU, this size is the largest that fits.
-        if fits != is_host:
+        is_last = fits
+        if is_host:
+            is_last = not fits  # larger sizes do not fit either
+        if is_last:
             break
     largest = int(over_ranks("MIN", torch.tensor(largest, device=args.device)))
     if not largest:
@@ -584,14 +587,13 @@ def try_micro_batch(
         for _ in range(2):
             compute_loss(trial_loss, rows).backward()
     finally:
-        del optimizer_states  # otherwise the traceback of an error keeps them in memory
         model.zero_grad()
 
 
 def make_longest_rows(dataset: Any, num_rows: int) -> list[Row]:
     """Make rows from the longest texts of each column, by their number of characters.
 
-    Few batches of the data can have more tokens. Row i combines the i-th longest text of every
+    Hardly any batch of the data has more tokens. Row i combines the i-th longest text of every
     column, so most rows are not rows of the data. Of several training sets, the rows are those with
     the most characters.
     """
@@ -604,7 +606,7 @@ def make_longest_rows(dataset: Any, num_rows: int) -> list[Row]:
             for column, texts in batch.items():
                 candidates = longest[column] + [str(text) for text in texts if text]
                 longest[column] = heapq.nlargest(num_rows, candidates, key=len)
-        positives = list(longest.values())[1]
+        positives = list(longest.values())[1]  # queries are the first column
         rows: list[Row] = []
         for index in range(num_rows):
             row: Row = {}

@@ -309,6 +309,21 @@ def test_known_test_queries_of_folds_are_disjoint(tmp_path, future):
         split_data(pairs, tmp_path / "last", settings)
 
 
+def test_all_folds_have_as_many_known_queries(tmp_path):
+    """New queries alone would give more folds, without known queries in the later ones."""
+    pairs = make_pairs(460)
+    for first, second in zip(pairs[:60], pairs[60:120], strict=True):
+        second["positive"] = first["positive"]
+    source = RecordSource(write_lines(tmp_path / "pairs.jsonl", pairs))
+    sizes = {"dev": 24, "test": 24}
+    split = split_data(source, tmp_path / "0", SplitSettings(**sizes))
+    assert split.folds > 1
+    for fold in range(1, split.folds):
+        other = split_data(source, tmp_path / str(fold), SplitSettings(**sizes, fold=fold))
+        assert other.known["test"] == split.known["test"] > 0
+        assert other.test == 24
+
+
 def test_a_query_is_new_if_no_other_query_has_its_passage(tmp_path):
     pairs = make_pairs(60)
     for pair in pairs[:8]:

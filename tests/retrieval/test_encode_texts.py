@@ -53,10 +53,13 @@ def test_embeddings_equal_those_of_sentence_transformers(model, kind, batch_size
 def test_training_mode_and_random_state_are_kept(model):
     """Equal texts get equal embeddings too, although the model's dropout is on."""
     model.train()
+    frozen = list(model.modules())[-1]
+    frozen.eval()
     rng_state = torch.get_rng_state()
     embeddings = encode_texts(model, [*TEXTS, *TEXTS], batch_size=2)
     assert model.training
     assert model[0].training
+    assert not frozen.training
     assert torch.equal(torch.get_rng_state(), rng_state)
     np.testing.assert_array_equal(embeddings[: len(TEXTS)], embeddings[len(TEXTS) :])
 
