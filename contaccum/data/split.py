@@ -149,7 +149,7 @@ class Split:
         settings: the `SplitSettings`.
         fingerprint: sha256, in hex, of all records and of the settings. It does not cover the
             documents of a given corpus or of a test set that came with the data.
-        folds: number of folds of these sizes.
+        folds: number of folds of these sizes. The last one can have fewer known test queries.
         positives_added: number of positives of dev and test that the given corpus lacks and that
             were added to the haystacks.
         has_own_test: whether the data came with a test set.
@@ -460,7 +460,7 @@ def assign_sides(
         future = "new"
     seed = str(settings.seed)
     groups = _list_small_groups(grouping, sizes, seed)
-    known = KnownQueries({}, {"dev": 0, "test": 0}, 0, 0)
+    known = KnownQueries({}, {"dev": 0, "test": 0}, 0, 0, 0)
     if future != "new":
         most_known = sizes
         groups_of_new = []
@@ -494,7 +494,7 @@ def assign_sides(
     if sizes["test"] > 0:
         folds.append(grouping.count_queries(groups) // sizes["test"])
     if known.sizes["test"] > 0:
-        folds.append(known.available // known.sizes["test"])
+        folds.append(known.num_folds)
     num_folds = max(1, min(folds, default=1))
     if settings.fold >= num_folds:
         raise ConfigError(f"fold={settings.fold}: {source} has folds 0 to {num_folds - 1}")
@@ -584,12 +584,14 @@ class KnownQueries(NamedTuple):
         sizes: number of queries in "dev" and in "test" of fold 0.
         available: number of queries that can be held out at once.
         num_passages: number of passages of the available queries.
+        num_folds: number of folds whose test set has at least half as many queries as wanted.
     """
 
     sides: dict[str, str]
     sizes: dict[str, int]
     available: int
     num_passages: int
+    num_folds: int
 
 
 def choose_known_queries(
@@ -603,6 +605,7 @@ def choose_known_queries(
     Near-duplicates of a query are held out with it. The groups of near-duplicates are in a random
     order. The test set of fold k takes the first of them that folds 0 to k - 1 have not taken, dev
     takes the last ones. A group is skipped if one of its passages would have no other query left.
+    So the last fold can have fewer queries.
 
     Args:
         records: if a passage is among them, all records with this passage.
@@ -616,41 +619,46 @@ def choose_known_queries(
     num_groups = Counter(passage for group in passages.values() for passage in group)
     order = _list_small_groups(grouping, sizes, f"{settings.seed}:known")
 
-    def take(groups: Iterable[int], size: float, num_in_training: Counter[str]) -> list[int]:
-        """Return the first groups that may be held out; they leave ``num_in_training``."""
+    def take(groups: Iterable[int], size: float, num_held_out: Counter[str]) -> list[int]:
+        """Return the first groups that may be held out besides ``num_held_out``, and add them."""
         taken: list[int] = []
         num_taken = 0
         for group in groups:
             if num_taken >= size:
                 break
-            if all(num_in_training[passage] > 1 for passage in passages[group]):
-                num_in_training.subtract(passages[group])
+            if all(num_groups[passage] - num_held_out[passage] > 1 for passage in passages[group]):
+                num_held_out.update(passages[group])
                 num_taken += grouping.queries_of_group[group]
                 taken.append(group)
         return taken
 
-    possible = take(order, math.inf, Counter(num_groups))
+    possible = take(order, math.inf, Counter())
     num_passages = len({passage for group in possible for passage in passages[group]})
     available = grouping.count_queries(possible)
     num_wanted = max(1, sum(sizes.values()))
     goals = {side: min(size, available * size // num_wanted) for side, size in sizes.items()}
-    tested: set[int] = set()
     first_sizes: dict[str, int] = {}
-    for _ in range(min(settings.fold, len(order)) + 1):
-        num_in_training = Counter(num_groups)
-        untested = [group for group in order if group not in tested]
-        test = set(take(untested, goals["test"], num_in_training))
-        tested |= test
-        others = [group for group in reversed(order) if group not in test]
-        dev = take(others, goals["dev"], num_in_training)
-        fold_sizes = {"dev": grouping.count_queries(dev), "test": grouping.count_queries(test)}
-        first_sizes = first_sizes or fold_sizes
-    side_of_group = {**dict.fromkeys(dev, "dev"), **dict.fromkeys(test, "test")}
+    side_of_group: dict[int, str] = {}
+    num_folds = 0
+    untested = order
+    while True:
+        num_held_out: Counter[str] = Counter()
+        test = set(take(untested, goals["test"], num_held_out))
+        untested = [group for group in untested if group not in test]
+        num_tested = grouping.count_queries(test)
+        if num_folds in (0, settings.fold):
+            others = [group for group in reversed(order) if group not in test]
+            dev = take(others, goals["dev"], num_held_out)
+            side_of_group = {**dict.fromkeys(dev, "dev"), **dict.fromkeys(test, "test")}
+            first_sizes = first_sizes or {"dev": grouping.count_queries(dev), "test": num_tested}
+        if num_tested < max(1, goals["test"] / 2):
+            break
+        num_folds += 1
     sides = {}
     for record, group in zip(records, grouping.group_of_record, strict=True):
         if group in side_of_group:
             sides[normalise(record.query)] = side_of_group[group]
-    return KnownQueries(sides, first_sizes, available, num_passages)
+    return KnownQueries(sides, first_sizes, available, num_passages, num_folds)
 
 
 def _count_queries(records: Iterable[Record]) -> int:
