@@ -128,7 +128,7 @@ from contaccum.retrieval.store import SHARD_FILE
 from contaccum.settings import Settings, find, replace, to_yaml
 from contaccum.training.arguments import ContAccumTrainingArguments
 from contaccum.training.passage_store import STORE_FOLDER
-from contaccum.training.proposal import MICRO_BATCH, propose
+from contaccum.training.proposal import MAX_PAIRS_PER_UPDATE, MICRO_BATCH, propose
 from contaccum.training.setup import load_data, load_encoder, make_second_stage
 
 RECORD_FILE = "fit.json"
@@ -764,7 +764,13 @@ def check_given(model: str, given: Mapping[str, Any], store: Path) -> ContAccumT
 
 def make_common_settings(values: Mapping[str, Any]) -> Settings:
     """Return settings for the methods of a search: method contaccum has all but the documents."""
-    return replace(Settings(), **{**values, "method": "contaccum"})
+    values = {**values, "method": "contaccum"}
+    is_auto = values.get("per_device_train_batch_size") == "auto"
+    if is_auto and not {"total_train_batch_size", "gradient_accumulation_steps"} & values.keys():
+        values["total_train_batch_size"] = (
+            MAX_PAIRS_PER_UPDATE  # until one is proposed for the data
+        )
+    return replace(Settings(), **values)
 
 
 def require_free_folder(folder: Path) -> bool:

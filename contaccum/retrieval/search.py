@@ -177,7 +177,7 @@ class DenseIndex:
 
     Attributes:
         corpus: the embeddings, (N, d).
-        get_ids: function that returns the ids of some rows.
+        ids: function that returns the ids of some rows.
         factory: FAISS factory string.
         metric: "cos" or "dot".
         parameters: FAISS search parameters; None: FAISS's defaults.
@@ -188,7 +188,7 @@ class DenseIndex:
     """
 
     corpus: Embeddings
-    get_ids: Callable[[np.ndarray], Sequence[str] | np.ndarray]
+    ids: Callable[[np.ndarray], Sequence[str] | np.ndarray]
     factory: str
     metric: Similarity
     parameters: str | None
@@ -438,7 +438,7 @@ def search(
         num_results = min(k + _NUM_EXTRA_RESULTS, num_documents)
         scores, rows = _search_exactly(index, queries, num_results, show_progress)
     scores[rows < 0] = -np.inf
-    _order_ties_by_id(index.get_ids, scores, rows)
+    _order_ties_by_id(index.ids, scores, rows)
     return scores[:, :k], rows[:, :k]
 
 
@@ -512,7 +512,7 @@ def list_hits(
     for start in range(0, len(rows), _QUERIES_PER_LOOKUP):
         group = rows[start : start + _QUERIES_PER_LOOKUP]
         found_rows = np.unique(group[group >= 0])
-        id_of_row = dict(zip(found_rows.tolist(), index.get_ids(found_rows), strict=True))
+        id_of_row = dict(zip(found_rows.tolist(), index.ids(found_rows), strict=True))
         for query_rows, query_scores in zip(group, scores[start:], strict=False):
             # Where an approximate index finds fewer than k documents, the last rows are -1.
             ids = [id_of_row[row] for row in query_rows.tolist() if row >= 0]

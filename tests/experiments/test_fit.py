@@ -900,7 +900,7 @@ def test_a_popular_passage_leaves_fewer_splits(tmp_path):
 
 @pytest.mark.parametrize(
     ("micro_batch", "num_processes", "pairs_per_update"),
-    [(None, 1, 16), (32, 1, 32), (None, 3, 24)],
+    [(None, 1, 16), (32, 1, 32), (None, 3, 24), ("auto", 1, 16)],
 )
 def test_proposed_batch_size_suits_the_micro_batch_and_the_processes(
     root, tmp_path, micro_batch, num_processes, pairs_per_update
@@ -910,6 +910,7 @@ def test_proposed_batch_size_suits_the_micro_batch_and_the_processes(
     if micro_batch is not None:
         given["per_device_train_batch_size"] = micro_batch
     train_file = tmp_path / "data" / "train.jsonl"
+    fit_module.check_given(str(root / "fresh"), given, tmp_path / "store")
     settings = fit_module.propose_settings(train_file, str(root / "fresh"), given, num_processes)
     assert settings.total_train_batch_size == pairs_per_update
 
