@@ -32,6 +32,7 @@ import shutil
 from collections import Counter
 from collections.abc import Container, Iterable, Mapping, Sequence, Set
 from dataclasses import asdict, dataclass, fields
+from itertools import count
 from pathlib import Path
 from typing import Any, Literal, NamedTuple, get_args
 
@@ -337,7 +338,7 @@ def read_split(folder: AnyPath) -> Split:
     file = Path(folder) / SPLIT_RECORD
     content = read_json(file)
     try:
-        return Split(**{count.name: content[count.name] for count in fields(Split)})
+        return Split(**{field.name: content[field.name] for field in fields(Split)})
     except KeyError as error:
         raise DataError(f"{file}: {error} is missing; split the data again") from error
 
@@ -639,26 +640,24 @@ def choose_known_queries(
     goals = {side: min(size, available * size // num_wanted) for side, size in sizes.items()}
     first_sizes: dict[str, int] = {}
     side_of_group: dict[int, str] = {}
-    num_folds = 0
     untested = order
-    while True:
+    for fold in count():
         num_held_out: Counter[str] = Counter()
         test = set(take(untested, goals["test"], num_held_out))
         untested = [group for group in untested if group not in test]
         num_tested = grouping.count_queries(test)
-        if num_folds in (0, settings.fold):
+        if fold in (0, settings.fold):
             others = [group for group in reversed(order) if group not in test]
             dev = take(others, goals["dev"], num_held_out)
             side_of_group = {**dict.fromkeys(dev, "dev"), **dict.fromkeys(test, "test")}
             first_sizes = first_sizes or {"dev": grouping.count_queries(dev), "test": num_tested}
         if num_tested < max(1, goals["test"] / 2):
-            break
-        num_folds += 1
+            break  # this fold and later ones do not count
     sides = {}
     for record, group in zip(records, grouping.group_of_record, strict=True):
         if group in side_of_group:
             sides[normalise(record.query)] = side_of_group[group]
-    return KnownQueries(sides, first_sizes, available, num_passages, num_folds)
+    return KnownQueries(sides, first_sizes, available, num_passages, num_folds=fold)
 
 
 def _count_queries(records: Iterable[Record]) -> int:

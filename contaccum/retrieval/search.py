@@ -297,6 +297,7 @@ def _find_gpus_of_faiss(index: faiss.Index) -> list[int]:
     inverted_file = faiss.try_extract_index_ivf(index)
     if inverted_file is None:
         has_cuvs = hasattr(faiss, "GpuIndexCagra")
+        # By name, because FAISS's type stub lacks the second one, which `build_index` makes.
         is_graph = type(index).__name__ in ("IndexHNSWFlat", "IndexHNSWCagra")
         return find_gpus()[:1] if has_cuvs and is_graph else []
     # FAISS copies an index of a subclass, too, but without what the subclass adds.
@@ -596,8 +597,9 @@ def _set_parameters(index: faiss.Index, factory: str, parameters: str | None) ->
         default = f"nprobe={math.ceil(num_lists / 8)}"
     space: Any = faiss.ParameterSpace()  # FAISS's type stub has only one of the two overloads
     try:
-        for values in filter(None, [default, parameters]):
-            space.set_index_parameters(index, values)
+        for values in (default, parameters):
+            if values:
+                space.set_index_parameters(index, values)
     except RuntimeError as error:
         raise ConfigError(
             f"index {factory!r} does not take parameters {parameters!r} (correct or drop them)"

@@ -505,11 +505,13 @@ def choose_checkpoint(
     is_named = request not in ("last", "auto")
     folder = request if is_named else str(args.output_dir)
     if is_named:
-        path: Path | None = Path(folder)
-        reason = explain_incomplete(Path(folder))
+        path = None
         skipped = []
-        if reason is not None:
-            path, skipped = None, [reason]
+        reason = explain_incomplete(Path(folder))
+        if reason is None:
+            path = Path(folder)
+        else:
+            skipped.append(reason)
     else:
         path, skipped = find_newest_checkpoint(folder)
     # "auto" may start a new run if the latest run was killed before its first complete checkpoint.

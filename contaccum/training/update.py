@@ -517,12 +517,12 @@ def find_micro_batch(
     is_host = is_host_memory(args.device)
     largest = 0  # the largest size that fits so far
     memory_of_largest = 0.0  # MB
-    # Memory that a size has freed stays with the process, so it counts for the next size, too.
+    # Both are read once, because memory that a size has freed stays with the process.
+    free_memory = psutil.virtual_memory().available / _BYTES_PER_MB
     reset_peak_memory(args.device)
     memory_before = peak_memory_mb(args.device)
     for size in sizes if is_host else reversed(sizes):
         if largest and is_host:
-            free_memory = psutil.virtual_memory().available / _BYTES_PER_MB
             predicted_memory = memory_of_largest * size / largest
             if predicted_memory > _MAX_SHARE_OF_FREE_MEMORY * free_memory:
                 break
