@@ -18,6 +18,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from contaccum import BankedInfoNCE
 from contaccum.bank.full_softmax import NO_ROW, DocumentBlock, compute_full_softmax_loss
+from contaccum.experiments.budget import Budget
 
 D = 6
 WORLD = 3  # number of ranks; tests/training/test_forked_runs.py trains on two and four
@@ -177,6 +178,9 @@ def run_rank(rank: int, folder: Path) -> None:
         results[case] = run_steps(case, [rank], gather_across_devices=True)
     results["errors"] = collect_errors(rank)
     results["full softmax"] = compute_full_softmax([rank])
+    budget = Budget(100.0, folder / "used_time.json")
+    budget.stage_seconds["training"] = float(rank)
+    results["training seconds"] = budget.seconds_of("training")
     torch.save(results, folder / f"{rank}.pt")
     dist.destroy_process_group()
 
@@ -294,6 +298,11 @@ def test_ranks_equal_one_process_with_all_micro_batches(case, ranks):
             value = result["state"][key]
             assert torch.equal(value, first_rank["state"][key]), key
             assert torch.allclose(value.double(), expected_value.double(), atol=1e-10), key
+
+
+@pytest.mark.slow
+def test_times_by_which_ranks_decide_are_those_of_the_first_rank(ranks):
+    assert [results["training seconds"] for results in ranks] == [0.0] * WORLD
 
 
 @pytest.mark.slow

@@ -92,6 +92,10 @@ class Budget:
         """Return the seconds that are left; negative if the budget is exceeded."""
         return self.seconds - self.used()
 
+    def seconds_of(self, stage: str) -> float:
+        """Return the seconds of a stage by the clock of the first process; all must call it."""
+        return broadcast(self.stage_seconds[stage])
+
     def save(self) -> None:
         """Write the time that was used so far."""
         if rank() == 0:

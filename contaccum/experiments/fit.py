@@ -339,7 +339,10 @@ def fit(
         )
         base = load_encoder(make_base_settings(proposed), args)
         models = describe_models(base, proposed, args)
-        require_same_work(folder, models, "models.json")
+        # The search would start anew where other settings are proposed, as with a GPU.
+        machine = {"device": args.device.type, "number of processes": world_size()}
+        work = {**describe_settings(proposed), **machine, **models}
+        require_same_work(folder, work, "models.json")
         with time_budget.measure("baselines"):
 
             def measure_times() -> _Times:
@@ -549,7 +552,7 @@ def fit(
 
         # 7. Train and test on the other splits of few pairs, as many as there is time for
         merge_weight = None if guard_record is None else guard_record["weight"]
-        training_seconds = time_budget.stage_seconds["training"]
+        training_seconds = time_budget.seconds_of("training")
         training_seconds_of_fold, task = training_seconds, "training and testing again"
         if merge_weight == 0:  # the verdict is about the base model
             training_seconds_of_fold, task = 0.0, "testing again"

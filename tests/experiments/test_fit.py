@@ -540,6 +540,7 @@ def test_other_call_in_the_folder_of_an_unfinished_fit_is_refused(root, tmp_path
         ("data", "another data;"),
         ("corpus", "another corpus;"),
         ("version", "another version "),
+        ("machine", "another number of processes "),
     ],
 )
 def test_a_fit_does_not_continue_with_files_that_have_changed(
@@ -567,6 +568,8 @@ def test_a_fit_does_not_continue_with_files_that_have_changed(
             fit()
     if changed == "version":
         monkeypatch.setattr(fit_module, "__version__", "9.0.0")
+    elif changed == "machine":
+        monkeypatch.setattr(fit_module, "world_size", lambda: 2)
     elif changed == "prompt":
         tiny_encoder(query_prompt="query: ").save_pretrained(str(tmp_path / "model"))
     elif changed == "data":
