@@ -194,6 +194,12 @@ class ModelSettings:
     merge_adapter: bool = option(
         False, "At the end, save a full model: the weights with the adapter added."
     )
+    blend: float = option(
+        1.0,
+        "At the end, save this share of the trained weights plus the rest of those before training.",
+        above=0,
+        set_by_fit=True,
+    )
     trust_remote_code: bool = option(False, "Run code that comes with the model.")
 
 
@@ -297,6 +303,12 @@ class MethodSettings:
         None,
         "Contrast the pairs of all devices. Default: true for methods with a bank.",
         methods=WITH_PASSAGES,
+    )
+    learning_rates: list[float] | None = option(
+        None,
+        "The learning rate of each update, and thus their number, as contaccum fit writes it.",
+        least=0,
+        set_by_fit=True,
     )
     max_skipped_updates: int = changeable(
         10, "Updates that may be skipped because they are not finite; one more ends the run."
@@ -664,6 +676,11 @@ REFUSALS: tuple[tuple[type, Callable[[Any], object], str], ...] = (
         ),
         "merge_adapter with model as output_dir: the merged model would overwrite the base model "
         "that the checkpoints need. Set another output_dir",
+    ),
+    (
+        Settings,
+        lambda s: s.blend > 1,
+        "blend={s.blend}: it is a share of the trained weights. Set it between 0 and 1",
     ),
     (
         Settings,

@@ -5,7 +5,7 @@ from collections.abc import Callable, Sequence
 import numpy as np
 import pytest
 
-from contaccum.experiments.ladder import find_best_value, next_values, smooth
+from comparison.ladder import find_best_value, next_values, smooth
 
 VALUES = (1e-4, 1.8e-4, 3.2e-4)
 
