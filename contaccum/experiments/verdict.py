@@ -32,8 +32,8 @@ from contaccum.retrieval.encode import model_fingerprint
 SYSTEMS = ("bm25", "base", "base_with_bm25", "trained", "trained_with_bm25")
 """What is compared on the test set."""
 ScoreColumns = dict[str, dict[str, Any]]
-"""{column: {test query: value}}: nDCG@10 of each of `SYSTEMS`, its "group", and whether it is
-"known"."""
+"""{column: {test query: value}}: nDCG@10 of each of `SYSTEMS`, whether it is "known", its "texts"
+(those of the query and of its relevant documents), and, once folds are pooled, its "group"."""
 MAX_SHOWN_QUERIES = 10
 """The record shows so many queries with the largest gains, and as many with the largest losses."""
 
