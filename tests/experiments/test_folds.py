@@ -9,7 +9,13 @@ from small_data import make_queries, write_beir
 
 from contaccum.data import load_beir_folder
 from contaccum.experiments.folds import collect_scores, pool_scores
-from contaccum.experiments.verdict import LEVEL, SYSTEMS, ScoreColumns, SystemResult, compute_verdict
+from contaccum.experiments.verdict import (
+    LEVEL,
+    SYSTEMS,
+    ScoreColumns,
+    SystemResult,
+    compute_verdict,
+)
 
 NUM_PASSAGES = 12
 NUM_FOLDS = 5
