@@ -196,7 +196,7 @@ class ModelSettings:
     )
     blend: float = option(
         1.0,
-        "At the end, save this share of the trained weights plus the rest of those before training.",
+        "At the end, save this share of the trained weights plus the rest of the earlier ones.",
         above=0,
         set_by_fit=True,
     )

@@ -101,6 +101,10 @@ class Budget:
             self.stage_seconds[stage] = round(seconds, 1)
             self.save()
 
+    def left_here(self) -> float:
+        """Return the seconds that are left by the clock of this process."""
+        return self.seconds - self.used_here()
+
     def used_here(self) -> float:
         """Return the seconds that were used so far, by the clock of this process."""
         return self._used_before + time.monotonic() - self._started

@@ -78,10 +78,10 @@ STORE_FOLDER = "store"
 RATE_FACTOR = 3.0
 QUERY_TOWER_EPOCHS = 3
 FIRST_LENGTH = 16
-"""The number of updates of the first training of both towers; each further one has twice as many."""
+"""The number of updates of the first training of both towers; each further one has twice that."""
 MAX_TRIALS_WITHOUT_GAIN = 2
 LARGEST_LOSS = 0.01
-"""A candidate may be so much worse than the best one without training, on each kind of documents."""
+"""A candidate may be so much worse than the best search without training on a kind of documents."""
 SMALL_GAIN = 0.002
 """A candidate that needs a new index, or a longer training, must be better by this."""
 MAX_POOL = 2000
@@ -168,30 +168,26 @@ class DevSet:
     """Dev queries among some documents, with the scores of a search by kind of documents.
 
     Args:
-        folder: a BEIR folder.
+        dataset: queries, judgements and documents.
         kinds: {kind of documents: ids of its queries}.
-        documents: vectors of documents by the base model.
+        documents: vectors of documents by the base model; None: each search encodes them.
         has_bm25: False: nothing is searched with BM25 beside the vectors.
     """
 
     def __init__(
         self,
-        folder: Path,
+        dataset: BeirDataset,
         kinds: Mapping[str, Collection[str]],
-        documents: StoreDocuments,
+        documents: StoreDocuments | None,
         batch_size: int,
         has_bm25: bool,
     ) -> None:
-        self.evaluator = RetrievalEvaluator(load_beir_folder(folder, "test"), batch_size=batch_size)
+        self.dataset = dataset
+        self.evaluator = RetrievalEvaluator(dataset, batch_size=batch_size)
         self.evaluator.documents = documents
         self.bm25_run = self.evaluator.search_bm25()
         self._kinds = kinds
         self._weights = BM25_WEIGHTS if has_bm25 else (0.0,)
-
-    @property
-    def dataset(self) -> BeirDataset:
-        """The queries, judgements and documents."""
-        return self.evaluator.dataset
 
     def score(self, run: Run) -> Scores:
         """Return the scores of a run by kind of documents, and their mean."""
@@ -213,7 +209,7 @@ class DevSet:
 
 
 def read_kinds(dev: Path) -> dict[str, list[str]]:
-    """Return {kind of documents: ids of its dev queries}; the kind is "all" if there is only one."""
+    """Return {kind of documents: ids of its dev queries}; a single kind is called "all"."""
     queries = read_split_queries(dev, "test", RecordReport())
     known: Collection[str] = ()
     if (dev / "qrels" / "known.tsv").is_file():
@@ -226,17 +222,21 @@ def read_kinds(dev: Path) -> dict[str, list[str]]:
     return kinds
 
 
-def fit_linear_map(
+def write_linear_maps(
     base: DualEncoder,
     train_file: Path,
     documents: StoreDocuments,
     ridges: Sequence[float],
     batch_size: int,
-) -> dict[float, torch.Tensor]:
-    """Return {ridge: W} of `solve_linear_map` for the training pairs.
+    folder: Path,
+) -> None:
+    """Write W of `solve_linear_map` for the training pairs and each ridge to `MAP_FILE`.
 
     The vectors are L2-normalised if documents are compared by cosine. Of more than `MAX_MAP_PAIRS`
     pairs, the first ones are used.
+
+    Args:
+        documents: the passages' vectors by the base model.
     """
     queries: list[str] = []
     passages: list[str] = []
@@ -251,7 +251,7 @@ def fit_linear_map(
     x, p = torch.from_numpy(query_vectors).double(), torch.from_numpy(passage_vectors).double()
     if documents.similarity == "cos":
         x, p = normalize(x), normalize(p)
-    return {ridge: solve_linear_map(x, p, ridge) for ridge in ridges}
+    save_file({f"{ridge:g}": solve_linear_map(x, p, ridge) for ridge in ridges}, folder / MAP_FILE)
 
 
 def encode_corpus(
@@ -329,10 +329,9 @@ class Ladder:
         base_settings: settings of both towers' training, from which those of other methods follow.
         documents: vectors of all documents by the base model; on the first process.
         seconds_per_document: the time in which the base model encodes one.
-        num_documents, num_test_documents: the number of documents for training, and of the test.
+        num_documents: {part of the split: its number of documents}.
         has_bm25: False: search with vectors alone.
-        towers: "one": only models whose two towers are one.
-        share: the share of the time that is left for the ladder; the rest is for other splits.
+        seconds: the time for the ladder.
     """
 
     def __init__(
@@ -342,23 +341,20 @@ class Ladder:
         base_settings: Settings,
         documents: StoreDocuments | None,
         seconds_per_document: float,
-        num_documents: int,
-        num_test_documents: int,
+        num_documents: Mapping[str, int],
         has_bm25: bool,
-        towers: str | None,
-        share: float,
+        seconds: float,
     ) -> None:
         self.job = job
         self.base = base
         self.settings = base_settings
         self.candidates: list[Candidate] = []
-        self._documents = documents
+        self.documents = documents
         self._seconds_per_document = seconds_per_document
         self._num_documents = num_documents
-        self._num_test_documents = num_test_documents
         self._has_bm25 = has_bm25
-        self._has_one_tower = towers == "one"
-        self._ends_at = job.budget.used() + share * job.budget.left()
+        self._has_one_tower = False
+        self._ends_at = job.budget.used() + seconds
         self._folder = job.folder / "candidates"
         self._dev_folder = job.data / "dev"
         self._kinds = read_kinds(self._dev_folder)
@@ -385,7 +381,7 @@ class Ladder:
         return max(free, key=lambda each: each.score)
 
     def get_best(self) -> Candidate:
-        """Return the chosen candidate so far; see `choose`.
+        """Return the chosen candidate so far; see `choose`. All processes call it together.
 
         Candidates of the lower rungs are compared among all documents of dev. The best of them is
         compared with those of the upper rungs among the documents of the pool.
@@ -404,8 +400,8 @@ class Ladder:
         return self._folder / candidate.folder
 
     def _load_dev(self, folder: Path) -> DevSet:
-        assert self._documents is not None
-        return DevSet(folder, self._kinds, self._documents, self.job.batch_size, self._has_bm25)
+        dataset = load_beir_folder(folder, "test")
+        return DevSet(dataset, self._kinds, self.documents, self.job.batch_size, self._has_bm25)
 
     def _score_on_pool(self, candidate: Candidate) -> Candidate:
         """Return a candidate with its scores among the documents of the pool."""
@@ -489,12 +485,10 @@ class Ladder:
             return
 
         def fit_and_score(folder: Path) -> list[dict[str, Any]]:
-            assert self._documents is not None
+            assert self.documents is not None
             train_file = self.job.data / TRAIN_FILE
-            maps = fit_linear_map(
-                self.base, train_file, self._documents, RIDGES, self.job.batch_size
-            )
-            save_file({f"{ridge:g}": maps[ridge] for ridge in RIDGES}, folder / MAP_FILE)
+            batch_size = self.job.batch_size
+            write_linear_maps(self.base, train_file, self.documents, RIDGES, batch_size, folder)
             rows = []
             for ridge in RIDGES:
                 for blend in (1.0, *BLENDS):
@@ -542,7 +536,7 @@ class Ladder:
         settings = self._make_settings(method, learning_rate=self._choose_rate(method))
         longest = self._count_updates(settings, MAX_EPOCHS)
         length = longest if self._has_fixed_length else min(FIRST_LENGTH, longest)
-        scores: list[float] = []
+        trained: list[Candidate] = []
         for number in itertools.count(1):
             name = f"both_towers-{number}"
             seconds = self._get_training_seconds()
@@ -550,8 +544,9 @@ class Ladder:
             if not self._is_done(name):
                 if seconds < self._least_seconds:
                     break
-                if number > 1:
-                    affordable = int(seconds * added.updates / added.training_seconds)
+                if trained:
+                    last = trained[-1]
+                    affordable = int(seconds * last.updates / last.training_seconds)
                     if affordable < length:
                         break
                     if affordable < 3 * length:
@@ -559,16 +554,16 @@ class Ladder:
                         num_updates = math.ceil(1.1 * affordable)
             num_updates = min(num_updates, longest)
             shown = f"both towers, {method}"
-            [added] = self._train(name, shown, BOTH_TOWERS, settings, num_updates, seconds)
-            scores.append(added.score)
+            trained += self._train(name, shown, BOTH_TOWERS, settings, num_updates, seconds)
+            scores = [candidate.score for candidate in trained]
             has_gain = max(scores[-MAX_TRIALS_WITHOUT_GAIN:]) >= max(scores)
-            if not has_gain or added.updates != length or length == longest:
+            if not has_gain or trained[-1].updates != length or length == longest:
                 break
             length = min(2 * length, longest)
         self._blend_both_towers()
 
     def _blend_both_towers(self) -> None:
-        """Average the best model of both towers with the base if it loses on a kind of documents."""
+        """Average the best model with the base model if it loses on a kind of documents."""
         upper = [each for each in self.candidates if each.rung == BOTH_TOWERS]
         if not upper:
             return
@@ -628,7 +623,7 @@ class Ladder:
             return
         seconds = self._get_training_seconds()
         needed = first.updates * query_towers[0].training_seconds / query_towers[0].updates
-        needed += self._num_documents * self._seconds_per_document
+        needed += self._num_documents["train"] * self._seconds_per_document
         if not self._is_done(name) and seconds < needed:
             return
         corpus = str(self.job.data / CORPUS_FILE)
@@ -741,7 +736,7 @@ class Ladder:
 
         The trained model then encodes the documents of dev and test.
         """
-        num_documents = max(self._num_pool_documents, self._num_test_documents)
+        num_documents = max(self._num_pool_documents, self._num_documents["test"])
         return self.left() - num_documents * self._seconds_per_document
 
     def _make_pool(self) -> None:

@@ -9,45 +9,34 @@ compares and writes, and all processes get the same result.
 
 from __future__ import annotations
 
-import dataclasses
 import functools
 import gc
 import json
 import math
 import shutil
-import statistics
-import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, nullcontext
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import transformers
-from transformers import (
-    PrinterCallback,
-    TrainerCallback,
-    TrainerControl,
-    TrainerState,
-    TrainingArguments,
-)
-from transformers.trainer_utils import IntervalStrategy
 
 from contaccum import __version__
-from contaccum.distributed import RANK_TIMEOUT, broadcast, rank, world_size
+from contaccum.distributed import RANK_TIMEOUT, broadcast, rank
 from contaccum.encoders.dual_encoder import DualEncoder
 from contaccum.errors import ConfigError, UserError
-from contaccum.evaluation.evaluator import RetrievalEvaluator
+from contaccum.experiments.budget import Budget
 from contaccum.files import fingerprint, hash_file, list_changes, lock_folder, read_json, write_json
 from contaccum.retrieval.encode import model_fingerprint, tokenisation_fingerprint
 from contaccum.retrieval.store import EmbeddingStore
 from contaccum.settings import Settings, find, replace, to_dict
 from contaccum.training.arguments import ContAccumTrainingArguments
 from contaccum.training.checkpoint import count_rows
-from contaccum.training.log import EVAL_LOG, TRAIN_LOG, is_finished, read_log
-from contaccum.training.setup import load_encoder, load_guide, load_run_data
-from contaccum.training.trainer import make_trainer, train_and_save
+from contaccum.training.log import TRAIN_LOG, is_finished, read_log
+from contaccum.training.setup import load_guide
+from contaccum.training.trainer import train_and_save
 
 Identity = Mapping[str, Any]
 """{name: JSON value} of everything that decides the result of some work."""

@@ -41,7 +41,7 @@ class ListedRates(LRScheduler):
 
 
 class RatesByClock(LRScheduler):
-    """A learning rate that rises, and falls to 0 with the updates, or with the time if that is less.
+    """A learning rate that rises, and falls to 0 with the updates, or sooner with the time.
 
     All ranks have the rate of the first one.
 
@@ -60,7 +60,7 @@ class RatesByClock(LRScheduler):
     @property
     def has_ended(self) -> bool:
         """True if no update should follow, because its rate is 0."""
-        return max(self._last_lr) == 0.0
+        return all(float(rate) == 0.0 for rate in self._last_lr)
 
     def get_lr(self) -> list[float | Any]:
         """Return the rate of the next update for each group of parameters."""

@@ -310,16 +310,18 @@ class ContAccumTrainer(SentenceTransformerTrainer):
     def create_scheduler(
         self, num_training_steps: int, optimizer: torch.optim.Optimizer | None = None
     ) -> torch.optim.lr_scheduler.LRScheduler:
-        """Create the scheduler of ``args.learning_rates`` or ``seconds``, or that of transformers."""
+        """Create the scheduler of ``learning_rates``, of ``seconds``, or that of transformers."""
         optimizer = optimizer or self.optimizer
         assert optimizer is not None  # transformers has created it before the first update
+        scheduler: Any  # transformers declares its own type alone
         if self.args.learning_rates is not None:
-            self.lr_scheduler = ListedRates(optimizer, self.args.learning_rates)
+            scheduler = ListedRates(optimizer, self.args.learning_rates)
         elif self.seconds is not None:
-            self.lr_scheduler = RatesByClock(optimizer, num_training_steps, self.seconds)
+            scheduler = RatesByClock(optimizer, num_training_steps, self.seconds)
         else:
-            super().create_scheduler(num_training_steps, optimizer)
-        return self.lr_scheduler
+            scheduler = super().create_scheduler(num_training_steps, optimizer)
+        self.lr_scheduler = scheduler
+        return scheduler
 
     def get_train_dataloader(self) -> DataLoader:
         """Return a loader whose order depends only on seed and epoch, so that runs can resume."""
