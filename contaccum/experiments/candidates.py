@@ -251,7 +251,8 @@ def write_linear_maps(
     x, p = torch.from_numpy(query_vectors).double(), torch.from_numpy(passage_vectors).double()
     if documents.similarity == "cos":
         x, p = normalize(x), normalize(p)
-    save_file({f"{ridge:g}": solve_linear_map(x, p, ridge) for ridge in ridges}, folder / MAP_FILE)
+    maps = {f"{ridge:g}": solve_linear_map(x, p, ridge).contiguous() for ridge in ridges}
+    save_file(maps, folder / MAP_FILE)
 
 
 def encode_corpus(
