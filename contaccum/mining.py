@@ -16,7 +16,7 @@ import hashlib
 import json
 import os
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from functools import partial
 from itertools import chain
@@ -52,10 +52,10 @@ JsonObject = dict[str, Any]
 """A JSON object of a report or of an output file."""
 
 Ranking = tuple[np.ndarray, np.ndarray, np.ndarray]
-"""The k best passages of the pool for one query, known positives included, and its positives.
+"""The k best passages of the pool for one query, known ones included, and its known passages.
 
 The scores of the passages, float32 (k,), descending; their rows in the pool, int64 (k,); and the
-scores of the query's p known positives, float32 (p,).
+scores of the query's p known positives and then of its n known negatives, float32 (p + n,).
 """
 
 
@@ -79,7 +79,7 @@ class SelectionRules:
         ConfigError: for a value out of range.
     """
 
-    num_negatives: int = _define_rule(3, "number of negatives per query", int)
+    num_negatives: int = _define_rule(3, "number of negatives to mine per query", int)
     range_min: int = _define_rule(
         0, "number of the best candidates to skip, after the score rules", int
     )
@@ -151,7 +151,7 @@ class SelectionRules:
 
 @dataclass(frozen=True)
 class MiningData:
-    """Q queries with their known positives, and the passages that are searched for negatives.
+    """Q queries with their known passages, and the passages that are searched for negatives.
 
     A passage is named by its row in `documents`. Texts that are equal after `normalise` count as
     one passage, whatever their ids. Otherwise a copy of a positive could be mined as a negative.
@@ -159,13 +159,16 @@ class MiningData:
     Attributes:
         queries: texts of the queries, (Q,).
         documents: distinct passages. The first `pool_size` are the pool, the candidates for
-            negatives; the rest are positives that are not in the pool.
+            negatives; the rest are known passages that are not in the pool.
         positives: rows of each query's known positives: first those of its own records, then all
             others that the data have for the same query text.
         record_positives: rows of the positives of each query's distinct records, for example
             [[0, 4], [2]] for a query with two. Each judgement of a BEIR folder is a record.
-        excluded: rows of the pool that must not become negatives of each query: known positives,
-            passages that share a text or id with one, and copies of the query.
+        negatives: rows of the negatives that each query's own records list, without known
+            positives.
+        record_negatives: rows of these negatives by record, as `record_positives`.
+        excluded: rows of the pool that must not be mined for each query: known positives, passages
+            that share a text or id with one, copies of the query, and negatives that the data list.
         record: path, format, fingerprint and counts of the data, for reports.
     """
 
@@ -174,6 +177,8 @@ class MiningData:
     pool_size: int
     positives: list[list[int]]
     record_positives: list[list[list[int]]]
+    negatives: list[list[int]]
+    record_negatives: list[list[list[int]]]
     excluded: list[list[int]]
     record: JsonObject = field(repr=False, compare=False)
 
@@ -196,7 +201,8 @@ def load_mining_data(
 
     Args:
         source: training data in any format that `read_records` reads; or records in memory, each a
-            mapping with "query" (a text) and "positive" (a text, or a list of texts).
+            mapping with "query" (a text), "positive", and, if it has any, "negatives" or "negative"
+            (each a text, or a list of texts).
         corpus: a file of passages, or a BEIR folder, as `read_passages` reads them.
         data_format, split, columns, min_score: see `read_records`.
         on_bad_record: "stop" raises an error at the first bad record, "skip" counts it.
@@ -209,7 +215,8 @@ def load_mining_data(
     record: JsonObject = {"path": "records", "format": "records"}
     record["corpus"] = None if corpus is None else str(corpus)
     pool: Iterable[Passage] | None = None  # None: the positives of the records
-    records: Iterable[tuple[str, list[Passage]]]  # the query and the positives of each record
+    # The query, the positives and the negatives of each record.
+    records: Iterable[tuple[str, list[Passage], Sequence[str]]]
     if not isinstance(source, (str, os.PathLike)):
         records = _read_from_memory(source)
     else:
@@ -224,14 +231,15 @@ def load_mining_data(
             # By default, training makes a row of each judgement of a BEIR folder, and a row of each
             # record of other formats. Training on mined data makes the same rows.
             records = [
-                (dataset.queries[name], [passages[document]])
+                (dataset.queries[name], [passages[document]], ())
                 for name, grades in dataset.qrels.items()
                 for document, grade in grades.items()
                 if grade > 0 and document in passages
             ]
         else:
             records = (
-                (row.query, _make_passages(row.positives)) for row in data_source.records(report)
+                (row.query, _make_passages(row.positives), row.negatives)
+                for row in data_source.records(report)
             )
     if corpus is not None:
         pool = read_passages(corpus, report, may_be_blank=True)
@@ -251,20 +259,22 @@ def load_mining_data(
             find_row(passage)
             content.add(*passage)
     pool_size = len(documents)
-    # The distinct records of each query, as rows, and what all queries of equal text have: the rows
-    # of their positives, and the keys of passages that are copies of a positive or of the query.
-    records_of_query: dict[str, dict[tuple[int, ...], None]] = defaultdict(dict)
+    # The distinct records of each query, {rows of the positives: negatives}, and what all queries
+    # of equal text have: the rows of their positives, and the keys of passages that are copies of a
+    # positive, a negative or the query.
+    records_of_query: dict[str, dict[tuple[int, ...], list[str]]] = defaultdict(dict)
     known_rows: dict[bytes, dict[int, None]] = defaultdict(dict)
     copies: dict[bytes, set[bytes | str]] = defaultdict(set)
-    for query, judged in records:
+    for query, judged, negatives in records:
         positives = [passage for passage in judged if passage.passage]
         if positives:
             rows = dict.fromkeys(map(find_row, positives))
-            records_of_query[query][tuple(rows)] = None
+            records_of_query[query].setdefault(tuple(rows), []).extend(negatives)
             text_hash = _hash_text(query)
             known_rows[text_hash] |= rows
             copies[text_hash].update([text_hash], *map(_list_copy_keys, positives))
-            content.add(query, *(passage.passage for passage in positives))
+            copies[text_hash].update(map(_hash_text, negatives))
+            content.add(query, *(passage.passage for passage in positives), *negatives)
     if pool is None:
         pool_size = len(documents)
     if pool_size == 0:
@@ -273,13 +283,13 @@ def load_mining_data(
         raise DataError(f"{record['path']}: no query has a positive (correct the data)")
 
     # A table of the keys of all passages would take much memory for a large corpus. Only the keys
-    # of queries and known positives are needed.
+    # of queries and known passages are needed.
     needed_keys = set().union(*copies.values())
     rows_of_key: dict[bytes | str, list[int]] = defaultdict(list)
     for row, passage in enumerate(documents[:pool_size]):
         for key in needed_keys.intersection(_list_copy_keys(passage)):
             rows_of_key[key].append(row)
-    data = MiningData(list(records_of_query), documents, pool_size, [], [], [], record)
+    data = MiningData(list(records_of_query), documents, pool_size, [], [], [], [], [], record)
     num_pairs = 0
     for query, rows_of_records in records_of_query.items():
         text_hash = _hash_text(query)
@@ -287,27 +297,37 @@ def load_mining_data(
         num_pairs += len(own_rows)
         data.positives.append(list(own_rows | known_rows[text_hash]))
         data.record_positives.append(list(map(list, rows_of_records)))
+        record_negatives = []
+        for texts in rows_of_records.values():
+            rows = dict.fromkeys(map(find_row, _make_passages(texts)))
+            record_negatives.append([row for row in rows if row not in known_rows[text_hash]])
+        data.record_negatives.append(record_negatives)
+        data.negatives.append(list(dict.fromkeys(chain.from_iterable(record_negatives))))
         excluded = set(chain.from_iterable(rows_of_key[key] for key in copies[text_hash]))
         data.excluded.append(sorted(excluded))
     record["records"] = report.summary()
     record["fingerprint"] = content.hex()
-    record.update(queries=len(data.queries), pairs=num_pairs, passages=pool_size)
+    num_negatives = sum(map(len, data.negatives))
+    record.update(
+        queries=len(data.queries), pairs=num_pairs, negatives=num_negatives, passages=pool_size
+    )
     return data
 
 
 def _read_from_memory(
     records: Iterable[Mapping[str, Any]],
-) -> Iterator[tuple[str, list[Passage]]]:
+) -> Iterator[tuple[str, list[Passage], list[str]]]:
     for number, record in enumerate(records):
-        positives = record.get("positive")
-        if isinstance(positives, str) or positives is None:
-            positives = [positives]
+        negatives = record.get("negatives") or record.get("negative") or []
+        texts: dict[str, list[str]] = {}
         try:
             query = parse_text(record.get("query"), "query")
-            texts = [parse_text(text, "positive") for text in positives]
+            for role, value in (("positive", record.get("positive")), ("negative", negatives)):
+                values = [value] if isinstance(value, str) or value is None else value
+                texts[role] = [parse_text(text, role) for text in values]
         except Fault as fault:
             raise DataError(f"record {number}: {fault} (correct the record)") from fault
-        yield query, _make_passages(texts)
+        yield query, _make_passages(texts["positive"]), texts["negative"]
 
 
 def _make_passages(texts: Iterable[str]) -> list[Passage]:
@@ -343,7 +363,8 @@ class MinedNegatives:
             `num_negatives`, in the order of the search, also with a cross-encoder.
         scores: scores of these negatives, float32 (n,): the logits of the cross-encoder, or,
             without one, the scores of the search.
-        positive_scores: scores of `data.positives`, of the same kind.
+        positive_scores, negative_scores: scores of `data.positives` and of `data.negatives`, of the
+            same kind.
     """
 
     data: MiningData
@@ -351,6 +372,7 @@ class MinedNegatives:
     rows: list[np.ndarray] = field(default_factory=list)
     scores: list[np.ndarray] = field(default_factory=list)
     positive_scores: list[np.ndarray] = field(default_factory=list)
+    negative_scores: list[np.ndarray] = field(default_factory=list)
 
     def record(self) -> JsonObject:
         """Return settings, counts and mean scores, for a report."""
@@ -423,13 +445,13 @@ def mine_hard_negatives(
     mined = MinedNegatives(data, settings)
     rng = np.random.default_rng(selection_rules.seed)
     progress = tqdm(rankings, desc="Mining", total=len(data.queries), disable=not show_progress)
-    for query, (scores, rows, positive_scores) in enumerate(progress):
+    for query, (scores, rows, known_scores) in enumerate(progress):
         candidates = np.flatnonzero(~np.isin(rows, data.excluded[query]))[:depth]
         rows = rows[candidates]
         scores = scores[candidates]
         if cross_encoder is not None:
-            positives = data.positives[query]
-            texts = [data.documents[row].passage for row in [*positives, *rows]]
+            known = [*data.positives[query], *data.negatives[query]]
+            texts = [data.documents[row].passage for row in [*known, *rows]]
             # Logits, because a margin such as 3 has no meaning for scores between 0 and 1.
             logits = cross_encoder.predict(
                 [(data.queries[query], text) for text in texts],
@@ -437,11 +459,13 @@ def mine_hard_negatives(
                 activation_fn=torch.nn.Identity(),
                 show_progress_bar=False,
             )
-            positive_scores, scores = np.split(logits, [len(positives)])
+            known_scores, scores = np.split(logits, [len(known)])
+        positive_scores, negative_scores = np.split(known_scores, [len(data.positives[query])])
         selected = selection_rules.select(scores, positive_scores.min(), rng)
         mined.rows.append(rows[selected])
         mined.scores.append(scores[selected])
         mined.positive_scores.append(positive_scores)
+        mined.negative_scores.append(negative_scores)
     if not any(map(len, mined.rows)):
         raise DataError(
             f"{data.record['path']}: no query has a negative left "
@@ -466,19 +490,19 @@ def _rank_by_model(
         excluded = data.excluded[start : start + _QUERIES_PER_SEARCH]
         all_scores, all_rows = search(index, queries, depth + max(map(len, excluded)))
         for number, embedding in enumerate(queries):
-            positives = passage_embeddings[data.positives[start + number]]
-            positives = prepare_vectors(positives, metric, "document embedding")
-            yield all_scores[number], all_rows[number], positives @ embedding
+            rows = data.positives[start + number] + data.negatives[start + number]
+            known = prepare_vectors(passage_embeddings[rows], metric, "document embedding")
+            yield all_scores[number], all_rows[number], known @ embedding
 
 
 def _rank_by_bm25(data: MiningData, depth: int, show_progress: bool) -> Iterator[Ranking]:
     """Yield the best passages for each query that share a word with it, as `_rank_by_model`."""
-    # Positives outside the pool are included, so that they have scores too.
+    # Known passages outside the pool are included, so that they have scores too.
     texts = [document.passage for document in data.documents]
     index = bm25.build_index(texts, show_progress)
     for query, scores in enumerate(bm25.score_queries(index, data.queries)):
         rows = bm25.find_best(scores[: data.pool_size], depth + len(data.excluded[query]))
-        yield scores[rows], rows, scores[data.positives[query]]
+        yield scores[rows], rows, scores[data.positives[query] + data.negatives[query]]
 
 
 def load_cross_encoder(
@@ -534,8 +558,9 @@ def write_mined(
 ) -> tuple[Path, Path]:
     """Write negatives to `path` as JSON lines, and a report to `path` + ".report.json".
 
-    There is a line for each record of the data, with all its positives and the negatives that its
-    query has, and with the scores of both. A file is written completely or not at all.
+    There is a line for each record of the data, with all its positives, its own negatives and then
+    those mined for its query, and with the scores of all. A file is written completely or not at
+    all.
 
     Args:
         mined: the negatives.
@@ -560,16 +585,22 @@ def _format_lines(mined: MinedNegatives) -> Iterator[str]:
     # A file has either only lists or no lists, so that each of its columns has one type.
     has_lists = any(len(rows) > 1 for rows in chain.from_iterable(data.record_positives))
     for query, text in enumerate(data.queries):
-        positive_scores = mined.positive_scores[query].tolist()
-        score_of_row = dict(zip(data.positives[query], positive_scores, strict=True))
-        for rows in data.record_positives[query]:
+        known_rows = data.positives[query] + data.negatives[query]
+        known_scores = [*mined.positive_scores[query], *mined.negative_scores[query]]
+        score_of_row = dict(zip(known_rows, map(float, known_scores), strict=True))
+        mined_scores = mined.scores[query].tolist()
+        rows_of_records = zip(
+            data.record_positives[query], data.record_negatives[query], strict=True
+        )
+        for rows, own_negatives in rows_of_records:
             positives = [data.documents[row].passage for row in rows]
             scores = [score_of_row[row] for row in rows]
+            negatives = [*own_negatives, *mined.rows[query]]
             record = {
                 "query": text,
                 "positive": positives if has_lists else positives[0],
-                "negatives": [data.documents[row].passage for row in mined.rows[query]],
+                "negatives": [data.documents[row].passage for row in negatives],
                 "positive_score": scores if has_lists else scores[0],
-                "negative_scores": mined.scores[query].tolist(),
+                "negative_scores": [*(score_of_row[row] for row in own_negatives), *mined_scores],
             }
             yield json.dumps(record, ensure_ascii=False) + "\n"

@@ -539,3 +539,74 @@ def test_blank_passages_of_a_separate_corpus_are_not_mined(tmp_path):
     path = write_lines(tmp_path / "corpus.jsonl", corpus)
     data = load_mining_data([{"query": "q", "positive": "p"}], corpus=path)
     assert data.pool_size == 1
+
+
+# Negatives that the data have.
+
+OWN = [
+    ("the cat", "the cat sat", ["a cat barks", "the cat swims", "A  Cat barks"]),  # one twice
+    ("the dog", "the dog sat", ["the dog flies"]),
+    ("the dog", "one dog", ["the dog sat"]),  # a known positive
+    ("the bird", "the bird sat", []),
+]
+KEPT = [["a cat barks", "the cat swims"], ["the dog flies"], [], []]
+CORPUS = ["the cat swims", "a cat barks", "the dog flies", "two dogs", "the dog runs", "one cat"]
+
+
+def write_own_negatives(folder: Path, layout: str) -> Any:
+    """Write OWN as records with lists of negatives, or as a table with a row for each negative."""
+    records = [dict(zip(("query", "positive", "negatives"), row, strict=True)) for row in OWN]
+    if layout == "memory":
+        return records
+    if layout == "jsonl":
+        return write_lines(folder / "pairs.jsonl", records)
+    rows = []
+    for record in records:
+        for negative in record["negatives"] or [None]:
+            rows.append({**record, "negatives": negative})
+    file = folder / f"pairs.{layout}"
+    getattr(Dataset.from_list(rows), f"to_{layout}")(file)
+    return file
+
+
+@pytest.mark.parametrize("layout", ["memory", "jsonl", "csv", "parquet"])
+@pytest.mark.parametrize("method", ["dense", "bm25"])
+def test_negatives_of_the_data_come_first_and_are_not_mined_again(model, tmp_path, layout, method):
+    documents = [{"_id": str(number), "text": text} for number, text in enumerate(CORPUS)]
+    corpus = write_lines(tmp_path / "corpus.jsonl", documents)
+    data = load_mining_data(write_own_negatives(tmp_path, layout), corpus)
+    mined = mine(model if method == "dense" else None, data, num_negatives=6)
+    lines = read_lines(write_mined(mined, tmp_path / "mined.jsonl")[0])
+    assert [(line["query"], line["positive"]) for line in lines] == [row[:2] for row in OWN]
+    num_mined = 0
+    for line, kept, query in zip(lines, KEPT, (0, 1, 1, 2), strict=True):
+        others = get_passages(data, mined.rows[query])
+        assert line["negatives"] == kept + others
+        own = {text for row in OWN if row[0] == line["query"] for text in row[2]}
+        assert own.isdisjoint(others)
+        assert len(line["negative_scores"]) == len(line["negatives"])
+        num_mined += len(others)
+    assert num_mined > 0
+    assert data.record["negatives"] == 3
+
+
+@pytest.mark.parametrize("scored_by", ["model", "cross-encoder"])
+def test_negatives_of_the_data_have_scores_of_the_same_kind(
+    model, cross_encoder, tmp_path, scored_by
+):
+    own = ["a cat barks", "two dogs"]
+    records = [
+        {"query": "the cat", "positive": "the cat sat", "negative": own},
+        {"query": "one dog", "positive": "a dog sat on the cat"},
+    ]
+    texts = [*own, "a dog sat on the cat"]
+    if scored_by == "model":
+        embeddings = model.encode_document(texts)
+        expected = model.similarity(model.encode_query("the cat"), embeddings)[0].tolist()
+        mined = mine(model, records)
+    else:
+        expected = compute_logits(cross_encoder, "the cat", texts)
+        mined = mine(model, records, cross_encoder=cross_encoder, absolute_margin=-100.0)
+    first, _ = read_lines(write_mined(mined, tmp_path / "mined.jsonl")[0])
+    assert first["negatives"] == texts
+    assert first["negative_scores"] == pytest.approx(expected, abs=1e-4)

@@ -94,6 +94,11 @@ def run(argv: Sequence[str]) -> int:
                     f"--baseline {path}: is on other data than {label} (name a result on the same "
                     "data)"
                 )
+            if earlier[dataset.fingerprint].keys() != dataset.qrels.keys():
+                raise DataError(
+                    f"--baseline {path}: lacks scores of queries of {label}, or has others; "
+                    "evaluate again"
+                )
         if len(sources) > 1 and not args.endpoint:
             record = beir.evaluate_once(model, dataset, files[label], **settings)
         else:
@@ -218,7 +223,7 @@ def _parse_arguments(argv: Sequence[str]) -> argparse.Namespace:
         "--require",
         choices=("not-worse", "better"),
         help="exit code 1 if a set is significantly worse than in a --baseline, or if it is not "
-        "significantly better",
+        "significantly better; in both cases, if too few scores have changed to tell",
     )
     parser.add_argument(
         "--endpoint",

@@ -64,7 +64,8 @@ def run(argv: Sequence[str]) -> int:
     num_incomplete = mined.record()["queries_with_too_few"]
     num_queries = data.record["queries"]
     print(
-        f"{num_incomplete} of {num_queries} queries have fewer than {args.num_negatives} negatives"
+        f"{num_incomplete} of {num_queries} queries have fewer than {args.num_negatives} mined "
+        "negatives"
     )
     print("written:", *written_files)
     return 0

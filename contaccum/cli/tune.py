@@ -30,6 +30,7 @@ def run(argv: Sequence[str]) -> int:
     parser.add_budget_options("the search", Path("runs/tune"))
     args, training_arguments = parser.parse_known_args(argv[num_configs:])
 
+    from contaccum.evaluation.metrics import describe_interval
     from contaccum.experiments.budget import USED_TIME_FILE, Budget, parse_duration
     from contaccum.experiments.run import only_first_rank
     from contaccum.experiments.tune import TUNED_CONFIG, tune
@@ -48,7 +49,7 @@ def run(argv: Sequence[str]) -> int:
     gain = choice.against_base
     print_line(
         f"chosen: {settings}: {choice.score:.3f} on dev, {gain['difference']:+.3f} compared with "
-        f"the model before training (95% interval {gain['low']:+.3f} to {gain['high']:+.3f})"
+        f"the model before training ({describe_interval(gain)})"
     )
     print_line(f"train with it: contaccum train {args.output / TUNED_CONFIG}")
     return 0

@@ -228,6 +228,8 @@ def sign_flip_test(
     to 13 groups with a difference, else 10,000 random ones and the observed one. The 95% interval
     holds the differences that this test does not reject (Lehmann and Romano 2005, sections 5.8 to
     5.12). So it excludes 0 if the p-value is at most 0.05, apart from chance in the random signs.
+    With fewer than `MIN_CHANGED_GROUPS` groups that changed, it is -1 to 1: this test supposes that
+    a difference is the same everywhere, so ties alone would reject every difference but 0.
 
     Args:
         ours, theirs: {query id: score between 0 and 1} with the same queries.
@@ -261,7 +263,7 @@ def sign_flip_test(
         p_value = _compute_p_value(_flip_all(sums[has_changed], sizes[has_changed], seed), 0.0)
     difference = float(differences.mean())
     low, high = -1.0, 1.0
-    if len(sums) >= MIN_CHANGED_GROUPS:
+    if num_changed >= MIN_CHANGED_GROUPS:
         is_rejected = p_value <= ALPHA
         # Each limit lies between a difference that is rejected and one that is not.
         inner_low, inner_high = difference, difference
@@ -294,6 +296,16 @@ def judge(test: Mapping[str, float]) -> str:
     return BETTER if test["difference"] > 0 else WORSE
 
 
+def describe_interval(test: Mapping[str, float], num_digits: int = 3) -> str:
+    """Return "95% -0.012 to +0.034", or why a result of `sign_flip_test` has no interval."""
+    if test["changed_groups"] < MIN_CHANGED_GROUPS:
+        return (
+            f"no interval: scores changed on {test['changed_groups']} of {test['groups']:,} "
+            f"passages, and the test needs {MIN_CHANGED_GROUPS}"
+        )
+    return f"95% {test['low']:+.{num_digits}f} to {test['high']:+.{num_digits}f}"
+
+
 def describe_difference(
     metric: str, before: float, after: float, queries: str, test: Mapping[str, float]
 ) -> str:
@@ -305,12 +317,12 @@ def describe_difference(
         queries: the queries, as the line names them.
         test: the result of `sign_flip_test`.
     """
-    p_value = "p < 0.001"
-    if test["p_value"] >= 0.001:
-        p_value = f"p = {test['p_value']:.3f}"
+    evidence = describe_interval(test)
+    if test["changed_groups"] >= MIN_CHANGED_GROUPS:
+        evidence += ", p < 0.001" if test["p_value"] < 0.001 else f", p = {test['p_value']:.3f}"
     return (
         f"{metric.replace('NDCG', 'nDCG')} {before:.3f} -> {after:.3f} on {queries} "
-        f"({test['difference']:+.3f}, 95% {test['low']:+.3f} to {test['high']:+.3f}, {p_value})"
+        f"({test['difference']:+.3f}, {evidence})"
     )
 
 

@@ -32,9 +32,11 @@ from contaccum.data.rows import (
 from contaccum.errors import DataError, quoted
 from contaccum.evaluation.metrics import (
     BETTER,
+    MIN_CHANGED_GROUPS,
     WORSE,
     add_holm,
     describe_difference,
+    describe_interval,
     judge,
     sign_flip_test,
     sort_as_trec_eval,
@@ -312,21 +314,33 @@ def read_previous(path: Path, metric: str) -> dict[str, Scores]:
         {fingerprint of a data set: {query id: score}}.
 
     Raises:
-        DataError: the file is not a result, or lacks the metric.
+        DataError: the file is not a result, or lacks the metric or a score between 0 and 1.
     """
     content = read_json(path)
     files = [path]
     if "sets" in content:
-        parts = [part for row in content["sets"] for part in row.get("parts", [row])]
-        # Only the name is used, so that a table cannot point to files elsewhere.
-        files = [path.parent / Path(part["file"]).name for part in parts]
+        try:
+            parts = [part for row in content["sets"] for part in row.get("parts", [row])]
+            # Only the name is used, so that a table cannot point to files elsewhere.
+            files = [path.parent / Path(part["file"]).name for part in parts]
+        except (AttributeError, KeyError, TypeError) as error:
+            raise DataError(f"{path}: its sets name no files of results; evaluate again") from error
     previous: dict[str, Scores] = {}
     for file in files:
         record = read_result(file)
         if metric not in record["metrics"]:
             raise DataError(f"{file}: has no {metric} (name another as the first of --metrics)")
-        scores = {query: values[metric] for query, values in record["per_query"].items()}
-        previous[record["data"].get("fingerprint")] = scores
+        scores: dict[str, float] = {}
+        for query, values in record["per_query"].items():
+            score: Any = values.get(metric) if isinstance(values, dict) else None
+            # By type, because True is an int.
+            if type(score) not in (int, float) or not 0 <= score <= 1:
+                raise DataError(
+                    f"{file}: {metric} of query {quoted(query)} is no number between 0 and 1; "
+                    "evaluate again"
+                )
+            scores[query] = score
+        previous[str(record["data"].get("fingerprint"))] = scores
     return previous
 
 
@@ -378,6 +392,9 @@ def check_requirement(
 ) -> tuple[bool, str]:
     """Return whether a row of `compare` meets a requirement, and a line about it.
 
+    If too few groups have changed to tell, neither requirement is met. But a result that is equal
+    on every query is not worse.
+
     Args:
         requirement: "better" demands that this evaluation is significantly better than the earlier
             result, "not-worse" that it is not significantly worse; see `judge`.
@@ -385,7 +402,11 @@ def check_requirement(
         row: a row of the comparison.
     """
     word = judge(row)
-    if requirement == "better":
+    has_changed = row["wins"] > 0 or row["losses"] > 0
+    if has_changed and row["changed_groups"] < MIN_CHANGED_GROUPS:
+        is_met = False
+        title = "CANNOT TELL"
+    elif requirement == "better":
         is_met = word == BETTER
         title = "BETTER" if is_met else "NOT BETTER"
     else:
@@ -394,9 +415,10 @@ def check_requirement(
     queries = f"{row['queries']:,} queries"
     if row["groups"] < row["queries"]:
         queries += f" of {row['groups']:,} passages"
-    return is_met, f"{title}: " + describe_difference(
+    difference = describe_difference(
         metric, row["earlier"], row["ours"], f"{queries} of {row['data']}", row
     )
+    return is_met, f"{title}: {difference}" + ("" if has_changed else "; no score has changed")
 
 
 def comparison_table(comparison: Mapping[str, Any]) -> str:
@@ -408,7 +430,7 @@ def comparison_table(comparison: Mapping[str, Any]) -> str:
     for row in comparison["rows"]:
         shown = dict(row)
         shown["difference"] = f"{row['difference']:+.4f}"
-        interval = f"{row['low']:+.4f} to {row['high']:+.4f}"
+        interval = describe_interval(row, 4)
         p_values = []
         for p_value in (row["p_value"], row["p_holm"]):
             p_values.append("<0.001" if p_value < 0.001 else f"{p_value:.3f}")
@@ -421,5 +443,5 @@ def comparison_table(comparison: Mapping[str, Any]) -> str:
         "- sign-flip test over groups of queries with the same relevant documents, two-sided; "
         "Holm's correction over the rows"
     )
-    header = [*names, "95% interval", "p", "p (Holm)", *counts]
+    header = [*names, "interval", "p", "p (Holm)", *counts]
     return "\n".join([markdown_table(header, cells), "", *notes])

@@ -31,7 +31,7 @@ from contaccum.encoders.dual_encoder import DualEncoder
 from contaccum.encoders.loading import model_name
 from contaccum.errors import ConfigError, DataError, UserError
 from contaccum.evaluation.evaluator import RetrievalEvaluator
-from contaccum.evaluation.metrics import sign_flip_test
+from contaccum.evaluation.metrics import describe_interval, sign_flip_test
 from contaccum.evaluation.results import Run
 from contaccum.experiments.budget import (
     Budget,
@@ -489,10 +489,7 @@ def choose_trial(
         )
     best = choose_best(scored, groups)
     against_base = sign_flip_test(best.result.query_scores, base_scores, groups)
-    interval = (
-        f"({against_base['difference']:+.3f}, 95% {against_base['low']:+.3f} to "
-        f"{against_base['high']:+.3f})"
-    )
+    interval = f"({against_base['difference']:+.3f}, {describe_interval(against_base)})"
     warnings = []
     if against_base["high"] < 0.0:
         warnings.append(
@@ -1099,9 +1096,8 @@ def write_tuned(tuned: Tuned, output: Path, num_queries: int) -> None:
     comment = (
         f"# Chosen by contaccum tune: nDCG@10 {tuned.choice.score:.4f} on {num_queries} dev "
         f"queries; the base model has {tuned.base:.4f}\n"
-        f"# (difference {difference['difference']:+.4f}, 95% {difference['low']:+.4f} to "
-        f"{difference['high']:+.4f}). It is the best of {len(tuned.trials)} trials, so the score "
-        "is too optimistic.\n"
+        f"# (difference {difference['difference']:+.4f}, {describe_interval(difference, 4)}). It "
+        f"is the best of {len(tuned.trials)} trials, so the score is too optimistic.\n"
     )
     length_of_trials = tuned.choice.settings.get("max_steps")
     if length_of_trials is not None and tuned.options.get("max_steps") == length_of_trials:

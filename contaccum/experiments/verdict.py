@@ -20,6 +20,7 @@ from contaccum.evaluation.metrics import (
     LEVEL,
     WORSE,
     describe_difference,
+    describe_interval,
     judge,
     sign_flip_test,
     warn_of_few_groups,
@@ -32,8 +33,8 @@ from contaccum.retrieval.encode import model_fingerprint
 SYSTEMS = ("bm25", "base", "base_with_bm25", "trained", "trained_with_bm25")
 """What is compared on the test set."""
 ScoreColumns = dict[str, dict[str, Any]]
-"""{column: {test query: value}}: nDCG@10 of each of `SYSTEMS`, its "group", and whether it is
-"known"."""
+"""{column: {test query: value}}: nDCG@10 of each of `SYSTEMS`, whether it is "known", its "texts"
+(those of the query and of its relevant documents), and, once folds are pooled, its "group"."""
 MAX_SHOWN_QUERIES = 10
 """The record shows so many queries with the largest gains, and as many with the largest losses."""
 
@@ -70,6 +71,7 @@ class Verdict:
             is no difference; see `sign_flip_test`.
         queries: the number of queries.
         groups: the number of groups of queries; queries about the same passage are in one group.
+        changed_groups: the number of groups whose scores differ.
         folds: the number of splits that the queries come from.
         kind: the documents of the queries, "new" or "known", if each has a verdict; else "".
     """
@@ -85,6 +87,7 @@ class Verdict:
     p: float
     queries: int
     groups: int
+    changed_groups: int
     folds: int = 1
     kind: str = ""
 
@@ -145,6 +148,7 @@ def compute_verdict(
         p=test["p_value"],
         queries=len(base),
         groups=int(test["groups"]),
+        changed_groups=int(test["changed_groups"]),
         folds=folds,
         kind=kind,
     )
@@ -186,7 +190,7 @@ def warn_of_disagreement(verdict: Verdict, choice: Choice) -> list[str]:
     warnings = []
     dev = choice.against_base
     differences = (
-        f"{dev['difference']:+.3f} on dev (95% {dev['low']:+.3f} to {dev['high']:+.3f}), and "
+        f"{dev['difference']:+.3f} on dev ({describe_interval(dev)}), and "
         f"{verdict.difference:+.3f} on test"
     )
     is_better_on_dev = dev["low"] > 0.0

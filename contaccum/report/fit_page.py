@@ -20,6 +20,7 @@ from typing import Any, NamedTuple
 import yaml
 
 from contaccum import __version__
+from contaccum.evaluation.metrics import describe_interval
 from contaccum.files import read_json, redact
 from contaccum.training.log import EVAL_LOG, TRAIN_LOG, read_log
 
@@ -96,6 +97,7 @@ def build_fit_page(folder: Path) -> str:
         ],
         short_text=_SHORT_TEXT,
         join_title_and_text=join_title_and_text,
+        describe_interval=describe_interval,
         trials_panel=make_trials_panel(record),
         setting_names=setting_names,
         curves=curves,

@@ -21,8 +21,11 @@ if TYPE_CHECKING:
     import bm25s
 
 FUSION_DEPTH = 100
-"""Documents per query whose scores are scaled before they are added; `fit` chooses the weight of
-BM25 with as many."""
+"""Number of the best documents of a query whose scores are scaled to 0..1 before they are added.
+
+It does not depend on the number of documents that are retrieved, because the best weight of BM25
+depends on the scale.
+"""
 
 # DPR's values of the saturation of the term frequency (k1) and the influence of the passage's
 # length (b).
@@ -83,7 +86,10 @@ def fuse_runs(
 ) -> dict[str, dict[str, float]]:
     """Add the scores of BM25 to those of an encoder, each scaled to 0..1 per query.
 
-    A document that only one of them has retrieved has a score of 0 from the other.
+    The best `FUSION_DEPTH` documents of each are scaled and added; a document that only one of them
+    has there has a score of 0 from the other. If more are retrieved, the other documents follow
+    them, with scores below 0 on the same scale. There, a document that one of them has not
+    retrieved counts as the last one that it has.
 
     Args:
         run: {query id: {document id: score}} of the encoder.
@@ -95,14 +101,27 @@ def fuse_runs(
     """
     fused = {}
     for query_id, scores in run.items():
-        sums: dict[str, float] = {}
+        best: dict[str, float] = {}
+        rest: dict[str, float] = {}  # sums above the score of a document that nothing has retrieved
+        lowest_sum = 0.0  # the score of such a document
         for weight, part in ((1.0 - bm25_weight, scores), (bm25_weight, bm25.get(query_id, {}))):
-            lowest = min(part.values(), default=0.0)
-            width = max(part.values(), default=0.0) - lowest
-            for document_id, score in part.items():
+            hits = sorted(part.items(), key=lambda hit: -hit[1])
+            if not hits:
+                continue
+            highest = hits[0][1]
+            lowest = hits[:FUSION_DEPTH][-1][1]
+            last = hits[-1][1]
+            width = highest - lowest
+            for document_id, score in hits[:FUSION_DEPTH]:
                 scaled = (score - lowest) / width if width > 0.0 else 1.0
-                sums[document_id] = sums.get(document_id, 0.0) + weight * scaled
-        fused[query_id] = dict(sorted(sums.items(), key=lambda item: -item[1]))
+                best[document_id] = best.get(document_id, 0.0) + weight * scaled
+            weight /= width or 1.0
+            for document_id, score in hits[FUSION_DEPTH:]:
+                rest[document_id] = rest.get(document_id, 0.0) + weight * (score - last)
+            lowest_sum += weight * (last - lowest)
+        for document_id, score in rest.items():
+            best.setdefault(document_id, lowest_sum + score)
+        fused[query_id] = dict(sorted(best.items(), key=lambda item: -item[1]))
     return fused
 
 

@@ -125,6 +125,31 @@ def test_results_are_compared_with_earlier_ones(evaluate, two, tmp_path):
     assert "## MRR@10 against" in (tmp_path / "old.one.md").read_text()
 
 
+@pytest.mark.parametrize(
+    ("damage", "message"),
+    [
+        (lambda record: record["per_query"].popitem(), "lacks scores of queries of one"),
+        (lambda record: record["per_query"].update(other={"NDCG@10": 0.5}), "or has others"),
+        (lambda record: record["per_query"].update(q1={"NDCG@10": True}), "of query 'q1'"),
+        (lambda record: record["data"].update(fingerprint=["x"]), "is on other data"),
+        (lambda record: record.update(sets=5), "its sets name no files"),
+    ],
+)
+def test_a_damaged_baseline_is_refused_in_one_line(
+    evaluate, two, tmp_path, capsys, damage, message
+):
+    assert evaluate("--data", two[0], output="old.json") == 0
+    record = read_result(tmp_path / "old.json")
+    damage(record)
+    (tmp_path / "old.json").write_text(json.dumps(record))
+    capsys.readouterr()
+    assert evaluate("--data", two[0], "--baseline", str(tmp_path / "old.json")) == 2
+    *_, error = capsys.readouterr().err.splitlines()
+    assert error.startswith("contaccum: error: ")
+    assert message in error
+    assert not (tmp_path / "out.json").exists()
+
+
 def test_an_earlier_result_on_other_data_is_refused(evaluate, two, tmp_path, capsys):
     assert evaluate("--data", two[0], output="old.json") == 0
     with Path(two[1], "corpus.jsonl").open("a") as file:

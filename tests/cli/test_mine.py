@@ -28,7 +28,9 @@ def test_report_describes_models_data_and_settings(tiny_model_path, pairs, tmp_p
     assert mine(tiny_model_path, "--data", pairs, "--output", output, *arguments) == 0
     record = json.loads(Path(f"{output}.report.json").read_text())
     out = capsys.readouterr().out
-    assert f"{record['queries_with_too_few']} of 36 queries have fewer than 2 negatives" in out
+    assert (
+        f"{record['queries_with_too_few']} of 36 queries have fewer than 2 mined negatives" in out
+    )
     assert record["model"]["name"] == tiny_model_path
     assert len(record["model"]["fingerprint"]) == 64
     assert len(record["tokenisation"]) == 64

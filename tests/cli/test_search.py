@@ -152,6 +152,20 @@ def test_bm25_is_added_with_its_weight_and_equals_bm25s_and_numpy(root, tmp_path
     assert not (store / "bm25").exists()
 
 
+def test_more_results_change_no_score_of_a_search_with_bm25(root, tmp_path, monkeypatch):
+    monkeypatch.setattr("contaccum.retrieval.bm25.FUSION_DEPTH", 10)
+    encode(root, "corpus.jsonl", tmp_path / "store", "--bm25")
+    runs = []
+    for top_k in (10, 60):
+        options = ["--store", tmp_path / "store", "--bm25_weight", 0.4, "--top_k", top_k]
+        assert run(root, tmp_path / "run.trec", *options) == 0
+        runs.append(read_trec_run(tmp_path / "run.trec"))
+    for query, hits in runs[0].items():
+        assert list(runs[1][query].items())[:10] == list(hits.items())
+        assert len(runs[1][query]) == 60
+        assert min(runs[1][query].values()) < 0
+
+
 def test_recall_need_not_be_measured(root, tmp_path, monkeypatch, capsys):
     def refuse_recall(*arguments):
         raise AssertionError("the recall was measured")

@@ -2,6 +2,7 @@
 
 import dataclasses
 import json
+import math
 import os
 from collections.abc import Iterator
 from pathlib import Path
@@ -15,6 +16,7 @@ from contaccum.errors import DataError
 from contaccum.evaluation.metrics import add_holm, sign_flip_test
 from contaccum.evaluation.results import (
     EvaluationResult,
+    check_requirement,
     compare,
     comparison_table,
     read_previous,
@@ -227,6 +229,80 @@ def test_sets_of_an_earlier_table_are_compared_with_holms_correction(tmp_path):
     add_holm(tests)
     for row, test in zip(rows, tests, strict=True):
         assert row["p_holm"] == test["p_holm"]
+
+
+NO_FILES = "its sets name no files"
+NO_NUMBER = "NDCG@10 of query 'r' is no number between 0 and 1"
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        *(
+            ({"per_query": {"q": {"NDCG@10": 0.5}, "r": {"NDCG@10": score}}}, NO_NUMBER)
+            for score in ("0.5", None, [0.5], {}, -7, 1.5, 1e300, 10**400, math.nan, math.inf, True)
+        ),
+        *(
+            ({"per_query": {"q": {"NDCG@10": 0.5}, "r": values}}, NO_NUMBER)
+            for values in ({}, {"MRR@10": 0.5}, None, 0.5, "text", [])
+        ),
+        *(({"per_query": value}, "not a results file") for value in (None, 5, [])),
+        *(({"data": value}, "not a results file") for value in (None, "x")),
+        *(({"sets": value}, NO_FILES) for value in (5, None, True, ["x"], [{}], [{"parts": 5}])),
+        *(({"sets": [{"file": value}]}, NO_FILES) for value in (5, None, ["x"])),
+        ({"sets": [{"file": ".."}]}, "not a JSON file"),
+    ],
+)
+def test_a_damaged_earlier_result_is_refused(tmp_path, change, message):
+    write_record(tmp_path, "x")
+    path = tmp_path / "s.x.json"
+    path.write_text(json.dumps({**json.loads(path.read_text()), **change}))
+    with pytest.raises(DataError, match=message):
+        read_previous(path, "NDCG@10")
+
+
+@pytest.mark.parametrize("content", [b"", b"{", b"\xff\xfe", b"5", b"null", None])
+def test_an_earlier_result_that_is_no_json_object_is_refused(tmp_path, content):
+    """None stands for a folder."""
+    path = tmp_path / "old.json"
+    path.mkdir() if content is None else path.write_bytes(content)
+    with pytest.raises(DataError, match=r"old\.json: "):
+        read_previous(path, "NDCG@10")
+
+
+@pytest.mark.parametrize(
+    ("gains", "not_worse", "better"),
+    [
+        ([-0.9] * 5, "CANNOT TELL", "CANNOT TELL"),
+        ([0.1] * 5 + [0.0] * 95, "CANNOT TELL", "CANNOT TELL"),
+        ([-0.1] + [0.0] * 99, "CANNOT TELL", "CANNOT TELL"),
+        ([0.0] * 3, "NOT WORSE", "NOT BETTER"),  # equal on every query
+        ([-0.9] * 6, "WORSE", "NOT BETTER"),
+        ([0.1] * 6, "NOT WORSE", "BETTER"),
+        ([0.1, -0.1] * 3, "NOT WORSE", "NOT BETTER"),
+    ],
+)
+def test_a_requirement_is_missed_if_too_few_groups_have_changed_to_tell(gains, not_worse, better):
+    """Each gain is that of ten queries about one passage."""
+    theirs = {f"q{number}": 0.9 for number in range(10 * len(gains))}
+    ours = {query: 0.9 + gains[int(query[1:]) // 10] for query in theirs}
+    groups = {query: int(query[1:]) // 10 for query in theirs}
+    (row,) = compare("NDCG@10", {"x": ours}, {"x": theirs}, {"x": groups})["rows"]
+    for requirement, title in (("not-worse", not_worse), ("better", better)):
+        is_met, line = check_requirement(requirement, "NDCG@10", row)
+        assert line.startswith(f"{title}: nDCG@10 0.900 -> ")
+        assert is_met == (title in ("NOT WORSE", "BETTER"))
+        num_changed = sum(gain != 0 for gain in gains)
+        reason = f"scores changed on {num_changed} of {len(gains)} passages, and the test needs 6"
+        assert (reason in line) == (num_changed < 6)
+        assert line.endswith("; no score has changed") == (num_changed == 0)
+
+
+def test_a_change_that_cancels_out_within_its_passage_is_no_equal_result():
+    theirs = {"a": 0.5, "b": 0.5}
+    ours = {"a": 0.2, "b": 0.8}
+    (row,) = compare("NDCG@10", {"x": ours}, {"x": theirs}, {"x": {"a": 0, "b": 0}})["rows"]
+    assert check_requirement("not-worse", "NDCG@10", row)[1].startswith("CANNOT TELL")
 
 
 def test_an_earlier_result_without_the_metric_is_refused(tmp_path):

@@ -82,11 +82,26 @@ def test_a_large_difference_of_many_groups_is_better_and_its_reverse_is_worse():
     assert get_verdict(differences - differences.mean(), groups) == LEVEL
 
 
-@pytest.mark.parametrize("num_changed", [1, 2, 5])
-def test_fewer_than_six_groups_that_changed_are_never_better(num_changed):
-    groups = np.repeat(np.arange(40), 10)
-    differences = np.where(groups < num_changed, 0.4, 0.0)
-    assert get_verdict(differences, groups) == LEVEL
+@pytest.mark.parametrize("num_changed", [0, 1, 5, 6])
+@pytest.mark.parametrize("num_groups", [6, 40])
+def test_fewer_than_six_groups_that_changed_are_never_better_and_have_no_interval(
+    num_changed, num_groups
+):
+    """Ties alone would make the interval 0 to 0, as if no loss were possible."""
+    groups = np.repeat(np.arange(num_groups), 10)
+    differences = np.where(groups < num_changed, 0.3 + 0.02 * groups, 0.0)
+    ours = name_queries(0.5 + differences)
+    base = dict.fromkeys(ours, 0.5)
+    verdict = compute_verdict(ours, base, base, name_queries(groups))
+    if num_changed == 6:
+        assert verdict.word == BETTER
+        assert 0 < verdict.low < verdict.difference < verdict.high < 1
+        assert f"95% {verdict.low:+.3f} to {verdict.high:+.3f}, p = 0.031" in str(verdict)
+    else:
+        assert verdict.word == LEVEL
+        assert (verdict.low, verdict.high) == (-1, 1)
+        reason = f"no interval: scores changed on {num_changed} of {num_groups} passages"
+        assert f"({verdict.difference:+.3f}, {reason}, and the test needs 6)" in str(verdict)
 
 
 def get_share_of_false_verdicts(samples) -> float:

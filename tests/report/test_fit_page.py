@@ -53,7 +53,7 @@ def make_record(base: float, trained: float) -> dict[str, Any]:
                 "note": "",
             }
         )
-    against_base = {"difference": 0.1, "low": 0.05, "high": 0.15}
+    against_base = {"difference": 0.1, "low": 0.05, "high": 0.15, "changed_groups": 9}
     return {
         "verdict": verdict.record(),
         "verdicts": {"new": verdict.record()},
@@ -184,7 +184,9 @@ def test_the_interval_decides_the_verdict_and_disagreements_are_warned_of():
     verdict = compute_verdict(noisy, base, dict.fromkeys(queries, 0.9), groups)
     assert verdict.word == "LEVEL"
     assert verdict.low < 0.0 < verdict.high
-    choice = Choice({}, 0, 0.6, {"difference": 0.1, "low": 0.05, "high": 0.15}, [])
+    choice = Choice(
+        {}, 0, 0.6, {"difference": 0.1, "low": 0.05, "high": 0.15, "changed_groups": 9}, []
+    )
     [disagreement] = warn_of_disagreement(verdict, choice)
     assert disagreement.startswith("dev and test disagree: +0.100 on dev")
     [warning] = warn_of_test(verdict)

@@ -88,3 +88,27 @@ def test_fused_scores_are_the_weighted_scores_scaled_to_0_1_per_query():
     assert fused["q1"] == pytest.approx({"d0": 0.7, "d1": 0.3})
     assert fused["q2"] == pytest.approx({"d0": 0.7, "d1": 0.0})  # no word in common
     assert list(fuse_runs(dense, sparse, 0.0)["q2"]) == ["d0", "d1"]
+
+
+@pytest.mark.parametrize("weight", [0.0, 0.3, 1.0])
+def test_more_documents_change_no_score_of_the_best_100_and_follow_them(weight):
+    """The best weight of BM25 was chosen on the scale of 100 documents."""
+    generator = np.random.default_rng(0)
+    documents = [f"d{number}" for number in range(1000)]
+    runs = []
+    for scores in (generator.normal(size=1000), 9 * generator.exponential(size=1000)):
+        order = np.argsort(-scores)[:600]  # each lacks documents of the other
+        runs.append({"q": {documents[row]: float(scores[row]) for row in order}})
+    shallow = fuse_runs(*({"q": dict(list(run["q"].items())[:100])} for run in runs), weight)["q"]
+    deep = fuse_runs(*runs, weight)["q"]
+    assert list(deep.items())[: len(shallow)] == list(shallow.items())
+    rest = list(deep)[len(shallow) :]
+    assert set(shallow) | set(rest) == runs[0]["q"].keys() | runs[1]["q"].keys()
+    for document in rest:
+        expected = 0.0
+        for share, run in zip((1 - weight, weight), runs, strict=True):
+            values = list(run["q"].values())
+            score = run["q"].get(document, values[-1])
+            expected += share * (score - values[99]) / (values[0] - values[99])
+        assert deep[document] == pytest.approx(expected)
+        assert deep[document] <= 0
