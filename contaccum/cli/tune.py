@@ -36,8 +36,8 @@ def run(argv: Sequence[str]) -> int:
     from contaccum.experiments.tune import TUNED_CONFIG, tune
     from contaccum.settings import read
 
-    fixed = read(training_arguments)
-    given = {**read(argv[:num_configs]), **fixed}
+    fixed = read(training_arguments, parser.option_names)
+    given = read([*argv[:num_configs], *training_arguments])
     budget = Budget(parse_duration(args.budget), args.output / USED_TIME_FILE)
     tuned = tune(given, list(fixed), budget, args.output, print_at_once)
 

@@ -373,11 +373,13 @@ def fit(
                 require_encoding_time(time_budget, num_documents, times.document, times.guard)
             # The user may remove the store of an unfinished fit to free space.
             if num_missing > 0 or not has_baselines:
-                on_first_rank(
+                line = on_first_rank(
                     lambda: encode_corpus(
                         base, model_name(base_name), corpus_file, store, batch_size
                     )
                 )
+                if line:
+                    print_line(line)
 
             def score_on_dev() -> dict[str, Any]:
                 evaluator = load_evaluator(held_out / "dev", store, batch_size)
@@ -454,6 +456,9 @@ def fit(
         with time_budget.measure("search"):
             found = once(folder / "tuning", describe_settings(proposed), search, all_ranks=True)
         tuned = Tuned(**{**found, "choice": Choice(**found["choice"])})
+        # A folder of somebody else must not give trust.
+        trust = {"trust_remote_code": proposed.trust_remote_code}
+        tuned.options.update(trust)
 
         # 4. Final training
         chosen = ", ".join(f"{key} {value}" for key, value in tuned.choice.settings.items())
@@ -478,7 +483,7 @@ def fit(
 
         with time_budget.measure("training"):
             plan = once(folder / "plan", describe_settings(proposed), plan_stage, all_ranks=True)
-            options = dict(plan["options"])
+            options = {**plan["options"], **trust}
             comment = f"# Chosen by contaccum fit on dev data; see {REPORT_FILE}.\n"
             on_first_rank(lambda: write_text(config_file, comment + to_yaml(options)))
             final = replace(Settings(), **options)

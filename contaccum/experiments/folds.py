@@ -190,12 +190,17 @@ class Pairs:
 
 def encode_corpus(
     encoder: DualEncoder, model_name: str, corpus: Path, store: Path, batch_size: int
-) -> None:
-    """Write the embeddings of a corpus to a store; a complete store is not changed."""
+) -> str:
+    """Write the embeddings of a corpus to a store; a complete store is not changed.
+
+    Returns:
+        The line of `CorpusEncoder.describe_cut`.
+    """
     corpus_encoder = CorpusEncoder(
         encoder, model_name, corpus, store, batch_size=batch_size, shard_size=_ROWS_PER_SHARD
     )
     corpus_encoder.encode()
+    return corpus_encoder.describe_cut()
 
 
 def load_evaluator(data: Path, store: Path, batch_size: int) -> RetrievalEvaluator:
