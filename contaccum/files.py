@@ -48,20 +48,24 @@ _LIBRARIES = (
 def atomic_file(path: AnyPath) -> Iterator[Path]:
     """Yield a temporary path to write to, and rename it to ``path`` when the block ends.
 
-    If the block raises an error, an earlier file at ``path`` stays unchanged.
+    If the block raises an error, an earlier file at ``path`` stays unchanged. Temporary files of
+    killed processes are removed, as in `atomic_folder`.
 
     Raises:
         UserError: if the folder cannot be written to, or the disk is full.
     """
     path = Path(path)
-    temporary_path = path.with_name(f".{path.name}.{uuid4().hex}.tmp")
     with _prepare_writing(path):
+        _remove_leftovers(path)
+        temporary_folder, lock = _make_locked_folder(path)
+        temporary_path = temporary_folder / path.name
         try:
             yield temporary_path
             _flush(temporary_path)
             os.replace(temporary_path, path)
         finally:
-            temporary_path.unlink(missing_ok=True)
+            shutil.rmtree(temporary_folder, ignore_errors=True)
+            os.close(lock)
 
 
 @contextmanager

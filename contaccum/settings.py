@@ -157,6 +157,10 @@ class ModelSettings:
         "False: two encoders. True: one encoder for queries and passages; but a saved model with "
         "two encoders keeps both.",
     )
+    towers: Literal["one"] | None = option(
+        None,
+        "one: refuse whatever gives two encoders, so that `encode` serves queries and passages.",
+    )
     pooling: Literal["cls", "mean", "lasttoken"] | None = option(
         None, "Pooling of a backbone. Default: chosen by its architecture."
     )
@@ -200,7 +204,12 @@ class ModelSettings:
         above=0,
         set_by_fit=True,
     )
-    trust_remote_code: bool = option(False, "Run code that comes with the model.")
+    trust_remote_code: bool = option(
+        False, "Run code that comes with the model; only the command line can allow it, no config."
+    )
+    device: str | None = changeable(
+        None, "Device of the training: cpu or cuda. Default: an accelerator, if there is one."
+    )
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -315,6 +324,9 @@ class MethodSettings:
     )
     early_stopping_patience: int | None = changeable(
         None, "Stop after this many evaluations in a row without improvement.", set_by_fit=True
+    )
+    card_examples: bool = option(
+        False, "Show texts of the training data in the model card.", on_change="ignore"
     )
     overwrite_output_dir: bool = option(
         False,
@@ -602,6 +614,12 @@ REFUSALS: tuple[tuple[type, Callable[[Any], object], str], ...] = (
         ),
         "query_bank_size must be 0 (no query bank) or equal to bank_size ({s.bank_size}), got "
         "{s.query_bank_size}",
+    ),
+    (
+        Settings,
+        lambda s: s.towers and (s.method == "query_side" or s.second_stage or not s.tied),
+        "towers=one with method=query_side, second_stage or tied=false, which give two encoders. "
+        "Drop one of them",
     ),
     (
         Settings,
@@ -936,14 +954,18 @@ def extend_arguments(base: type, settings_class: type) -> Any:
 # Text: YAML files and the command line ------------------------------------------------------------
 
 
-def read(argv: Sequence[str]) -> dict[str, Any]:
+def read(argv: Sequence[str], command_options: Collection[str] = ()) -> dict[str, Any]:
     """Read ``[CONFIG.yaml ...] [--key value ...]``; return {name: value} of what is given.
 
     Later files override earlier ones, and the command line overrides all files. The values have the
     types of the fields: ``replace(Settings(), **read(argv))`` makes the settings and checks them.
 
+    Args:
+        command_options: names of the command's other options, one of which may be misspelt.
+
     Raises:
-        ConfigError: for a file that cannot be read, an unknown key, or a value of another type.
+        ConfigError: for a file that cannot be read or allows remote code, an unknown key, or a
+            value of another type.
     """
     parser = _make_parser()
     keys = {action.dest for action in parser._actions}  # private: argparse has no other list
@@ -954,8 +976,17 @@ def read(argv: Sequence[str]) -> dict[str, Any]:
     namespace, unknown = parser.parse_known_args([*options, *command_line])
     if unknown:
         key = unknown[0].lstrip("-").split("=")[0]
-        raise ConfigError(f"unknown key {key!r} on the command line{closest(key, keys)}")
+        suggestion = closest(key, keys | {*command_options})
+        raise ConfigError(f"unknown key {key!r} on the command line{suggestion}")
     given = vars(namespace)
+    # All options are compared, because an item of a list in a file can be an option as well.
+    is_trusted = "trust_remote_code" in parser.parse_known_args(command_line)[0]
+    if given.get("trust_remote_code") and not is_trusted:
+        configs = ", ".join(argv[: len(argv) - len(command_line)])
+        raise ConfigError(
+            f"{configs}: a config cannot set trust_remote_code. Read the code that comes with the "
+            "model, then add --trust_remote_code to the command line"
+        )
     for name in find("is_path").keys() & given.keys():
         if isinstance(given[name], str):
             given[name] = os.path.expanduser(given[name])
@@ -1034,8 +1065,13 @@ def _format_value(value: object) -> str:
 def to_yaml(settings: TrainingSettings | Mapping[str, Any]) -> str:
     """Return settings as ``key: value`` lines, which `read` can read.
 
+    ``trust_remote_code`` becomes a comment, because only the command line can set it.
+
     Args:
         settings: settings, whose defaults are left out; or {name: value} of those to write.
     """
     values = to_dict(settings) if isinstance(settings, TrainingSettings) else dict(settings)
-    return yaml.safe_dump(values, sort_keys=False, allow_unicode=True)
+    comment = ""
+    if values.pop("trust_remote_code", False):
+        comment = "# The model comes with code: add --trust_remote_code to the command line.\n"
+    return comment + yaml.safe_dump(values, sort_keys=False, allow_unicode=True)

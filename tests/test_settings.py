@@ -106,6 +106,25 @@ def test_settings_written_as_yaml_are_read_as_the_same_settings(path, tmp_path):
 
 
 @pytest.mark.parametrize(
+    "keys",
+    [{"trust_remote_code": True}, {"train_data": ["d", "--trust_remote_code"]}],
+    ids=["key", "item of a list"],
+)
+def test_only_the_command_line_can_allow_remote_code(keys, tmp_path):
+    config = write_config(tmp_path, model="m", **keys)
+    with pytest.raises(ConfigError, match=r"c\.yaml: .*add --trust_remote_code"):
+        read([config])
+    assert read([config, "--trust_remote_code"])["trust_remote_code"]
+    assert not read([config, "--trust_remote_code=false"])["trust_remote_code"]
+
+
+def test_a_written_config_says_that_it_needs_the_flag(tmp_path):
+    text = to_yaml(make(model="m", trust_remote_code=True))
+    assert text.startswith("#") and "--trust_remote_code" in text
+    assert read([write_config(tmp_path, text=text)]) == {"model": "m"}
+
+
+@pytest.mark.parametrize(
     ("text", "arguments", "named"),
     [
         ("bank_sise: 3", [], "did you mean 'bank_size'"),
@@ -146,6 +165,9 @@ def test_text_that_cannot_be_read_is_refused(text, arguments, named, tmp_path):
         ({**QUERY_SIDE, "num_hard_negatives": 2}, "num_hard_negatives=2"),
         ({**QUERY_SIDE, "method": "contaccum"}, "passage_store=store"),
         ({**QUERY_SIDE, "fsdp": True}, "fsdp"),
+        ({"towers": "one", **QUERY_SIDE}, "towers=one"),
+        ({"towers": "one", "tied": False}, "towers=one"),
+        ({"towers": "one", "second_stage": "s"}, "towers=one"),
         ({"distill_weight": 2.0}, "without distill"),
         ({"guide_margin": 0.1}, "without guide"),
         ({"lora_alpha": 8}, "without lora_r"),

@@ -49,7 +49,7 @@ from contaccum.bank.logits import (
 from contaccum.bank.memory_bank import LogitBlocks, MemoryBank, is_not_finite, score_blocks
 from contaccum.bank.update_clock import UpdateClock
 from contaccum.distributed import gather_rows, world_size
-from contaccum.errors import ConfigError
+from contaccum.errors import ConfigError, warn_once
 from contaccum.settings import InfoNCESettings, takes_settings
 
 logger = logging.getLogger(__name__)
@@ -128,6 +128,8 @@ class BankedInfoNCE(nn.Module):
         self.compensation = DriftCompensation(settings)
         self.centering = GradientCentering(settings.center_gradients, settings.pairs_per_update)
         self._has_warned_of_no_update = False
+        self._num_pairs_before_update = 0  # of `clock.num_pairs`
+        self._num_unexpected = 0  # latest updates in a row without `pairs_per_update` pairs
         self._local_losses: Tensor | None = None  # (n,), of the last micro-step
         self._describe_last: Callable[[], dict[str, Any]] = dict
         self._last: dict[str, Any] = {}
@@ -381,6 +383,23 @@ class BankedInfoNCE(nn.Module):
         The next micro-step detects the step of a torch optimizer and calls this method by itself.
         If you call it after an optimizer step, that step is not counted twice.
         """
+        num_pairs = self.clock.num_pairs - self._num_pairs_before_update
+        self._num_pairs_before_update = self.clock.num_pairs
+        expected = self.settings.pairs_per_update
+        # If `begin_update` was called, its number counts.
+        if num_pairs in (0, expected) or self.centering.num_pairs != expected:
+            self._num_unexpected = 0
+        elif expected is not None:
+            # Not at once, because the last update of an epoch is shorter, and a gradient scaler
+            # that skips a step joins two updates. The first update cannot be shorter.
+            is_certain = self.clock.num_updates == 0 and num_pairs < expected
+            self._num_unexpected += 2 if is_certain else 1
+            if self._num_unexpected == 2:
+                warn_once(
+                    f"pairs_per_update={expected}, but an update has {num_pairs} pairs: gradients "
+                    f"are not centred over whole updates. Set pairs_per_update={num_pairs}, or "
+                    "change the batch size or the accumulation steps of the trainer"
+                )
         self.clock.end_update()
         self.centering.restart()
         if self.bank is not None and self.settings.drift_compensation == "fresh":

@@ -66,6 +66,8 @@ def run(argv: Sequence[str]) -> int:
     texts_per_second = encoder.num_encoded / (time.perf_counter() - start_time)
     if rank == 0:
         print(encoder.report.summary())
+        if line := encoder.describe_cut():
+            print(line)
     status = "other ranks are still encoding"
     if is_finished:
         status = f"written: {args.output} ({encoder.report.used:,} rows)"

@@ -21,7 +21,8 @@ def run(argv: Sequence[str]) -> int:
     Raises:
         UserError: if the arguments, the data or the model cannot be used.
     """
-    args, training_arguments = _make_parser().parse_known_args(argv)
+    parser = _make_parser()
+    args, training_arguments = parser.parse_known_args(argv)
 
     from contaccum.experiments.fit import fit
     from contaccum.experiments.verdict import BETTER
@@ -42,7 +43,7 @@ def run(argv: Sequence[str]) -> int:
         future=args.future,
         bm25=args.bm25,
         print_line=print_at_once,
-        **read(training_arguments),
+        **read(training_arguments, parser.option_names),
     )
     words = {verdict.word for verdict in result.verdicts.values()}
     if args.require is not None and words != {BETTER}:

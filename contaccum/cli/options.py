@@ -108,20 +108,29 @@ class Parser(argparse.ArgumentParser):
             "new",
         )
 
+    @property
+    def option_names(self) -> set[str]:
+        """The names of all options, without dashes."""
+        # argparse has no public list of its options. Positional arguments have no strings.
+        return {action.dest for action in self._actions if action.option_strings}
+
     def parse(self, argv: Sequence[str]) -> argparse.Namespace:
         """Parse a command line.
 
         Raises:
             ConfigError: for an unknown option or a value that is not allowed.
         """
-        args, unknown_arguments = self.parse_known_args(argv)
-        if unknown_arguments:
-            argument = unknown_arguments[0]
-            option_name = argument.split("=")[0].lstrip("-")
-            # argparse has no public list of its options. Positional arguments have no strings.
-            names = [action.dest for action in self._actions if action.option_strings]
-            suggestion = closest(option_name, names)
-            raise ConfigError(f"unknown argument {argument!r}{suggestion} (see {self.prog} --help)")
+        names = self.option_names
+        # Before argparse, which would report a misspelt required option as a missing one.
+        options = [word for word in argv if word.startswith("--")]
+        unknown = [word for word in options if word[2:].split("=")[0] not in names]
+        if not unknown:
+            args, unknown = self.parse_known_args(argv)
+        if unknown:
+            suggestion = closest(unknown[0].split("=")[0].lstrip("-"), names)
+            raise ConfigError(
+                f"unknown argument {unknown[0]!r}{suggestion} (see {self.prog} --help)"
+            )
         return args
 
 

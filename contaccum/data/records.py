@@ -40,7 +40,7 @@ from contaccum.data.rows import (
     read_json_array,
     read_json_lines,
 )
-from contaccum.errors import ConfigError, DataError, check_choice, one_line, quoted
+from contaccum.errors import ConfigError, DataError, check_choice, closest, one_line, quoted
 from contaccum.files import AnyPath, fingerprint
 from contaccum.settings import DataFormat
 
@@ -187,10 +187,11 @@ def sniff_format(source: AnyPath, columns: Mapping[str, str] | None = None) -> D
     names, _ = parse_header(head)
     if not known_names.isdisjoint(names):
         return "csv"
-    message = (
-        "neither JSON nor a table in UTF-8 with a header of known column names; "
-        f"it starts with {quoted(head[:20])}"
-    )
+    message = "neither JSON nor a table in UTF-8 with a header of known column names"
+    if columns:
+        message += f"; there is no column {quoted(', '.join(columns.values()))}"
+    first_line = head.decode("utf-8", "replace").partition("\n")[0]
+    message += f"; it starts with {quoted(first_line, 200)}"
     remedy = "give it a header, such as query,positive, or name its columns with --data_columns"
     raise DataError(one_line(f"{path}: {message} ({remedy})"))
 
@@ -323,6 +324,7 @@ class RecordSource:
         self._needs_scores = needs_scores
         self._min_score = min_score
         self._first_record: Record | None = None
+        self._fields: list[str] = []  # of the first record
         self._unused_fields: list[str] = []
         self._chosen: tuple[str, str] | None = None  # names of the query's and positive's fields
         # A column that `columns` gives a role is not used for another role, even if its name is a
@@ -366,7 +368,8 @@ class RecordSource:
             yield parsed
         for role, name in self._columns.items():
             if name in self._unseen_names:
-                message = f"no record has the field {quoted(name)}"
+                fields = quoted(", ".join(self._fields), 200)
+                message = f"no record has the field {quoted(name)}, the first one has {fields}"
                 remedy = (
                     f"correct {role}={name} in data_columns, or leave it out; one of several sets "
                     "can have columns of its own"
@@ -469,6 +472,7 @@ class RecordSource:
             scores = scores[: len(positives)] + negative_scores
         if self._chosen is None:
             self._chosen = chosen  # the first usable record decides for all others
+            self._fields = list(row)
             used_names = {"", *chosen, *numbered_fields}
             for role, names in self._names.items():
                 is_read = role != "score" or self._min_score is not None
@@ -480,7 +484,7 @@ class RecordSource:
     def _choose_field(self, role: str, row: Mapping[str, Any]) -> str:
         present_names = [name for name in self._names[role] if name in row]
         if not present_names:
-            raise _make_missing_field_fault(role, row)
+            raise _make_missing_field_fault(role, row, self._columns.get(role))
         names_with_value = [name for name in present_names if row[name] is not None]
         return (names_with_value or present_names)[0]
 
@@ -511,7 +515,7 @@ class RecordSource:
                 scores[name] = _WORDS_FOR_NUMBERS.get(_fold(str(row[name])), row[name])
         if self._min_score is not None:
             if not scores:
-                raise _make_missing_field_fault("score", row)
+                raise _make_missing_field_fault("score", row, self._columns.get("score"))
             return parse_number(next(iter(scores.values()))) >= self._min_score
         # `sentence1` is a field of sentence-transformers' scored pairs, in which a low score marks
         # a pair without match.
@@ -545,8 +549,11 @@ class RecordSource:
             return None
 
 
-def _make_missing_field_fault(role: str, row: Mapping[str, Any]) -> Fault:
+def _make_missing_field_fault(role: str, row: Mapping[str, Any], given: str | None) -> Fault:
     fields = quoted(", ".join(row), 200)
+    if given is not None:
+        detail = f"there is no column {quoted(given)}, only {fields}{closest(given, row)}"
+        return Fault(f"missing {role}", detail, f"correct {role}={given} in data_columns")
     return Fault(f"missing {role}", f"its fields are {fields}; set --data_columns {role}=NAME")
 
 

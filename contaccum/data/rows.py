@@ -294,7 +294,9 @@ def read_lines(path: AnyPath) -> Rows:
                 try:
                     text = line.decode("utf-8")
                 except UnicodeDecodeError as error:
-                    detail = quoted(line[max(0, error.start - 20) : error.start + 20])
+                    start = len(line[: error.start].decode("utf-8"))  # in characters
+                    text = line.decode("utf-8", "replace")
+                    detail = quoted(text[max(0, start - 20) : start + 20])
                     yield number, Fault(_NOT_UTF_8, detail, _SAVE_AS_UTF_8)
                 else:
                     yield number, text.rstrip("\r\n")

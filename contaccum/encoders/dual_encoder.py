@@ -14,6 +14,7 @@ from typing import Any, Literal
 
 import torch
 from sentence_transformers import SentenceTransformer
+from sentence_transformers.sentence_transformer.model_card import SentenceTransformerModelCardData
 from sentence_transformers.sentence_transformer.modules import Normalize, Pooling, Router
 from sentence_transformers.util import get_device_name, truncate_embeddings
 from torch import nn
@@ -29,13 +30,27 @@ from contaccum.encoders.settings import (
     lower_default_lengths,
     set_max_lengths,
 )
-from contaccum.errors import ConfigError, check_choice, quoted
+from contaccum.errors import ConfigError, check_choice, quoted, warn_once
 from contaccum.files import AnyPath
 
 _QUERY_MAX_LENGTH = 32
 _PASSAGE_MAX_LENGTH = 256
+_ENCODE_OF_TWO_TOWERS = (
+    "`encode` alone takes the encoder of the documents. Call `encode_query` for queries and "
+    "`encode_document` for documents."
+)
 SIMILARITY_NAMES: dict[str, Literal["dot", "cosine"]] = {"dot": "dot", "cos": "cosine"}
 """Name of a similarity in contaccum -> name in sentence-transformers."""
+
+
+class _ModelCardData(SentenceTransformerModelCardData):
+    """The content of a model card, which says what `encode` does if the model has two towers."""
+
+    def generate_usage_snippet(self) -> str:
+        snippet = super().generate_usage_snippet()
+        if self.model is None or is_tied(self.model):
+            return snippet
+        return f"{snippet}\n\n**Two encoders:** {_ENCODE_OF_TWO_TOWERS}"
 
 
 class DualEncoder(SentenceTransformer):
@@ -56,6 +71,7 @@ class DualEncoder(SentenceTransformer):
     # sentence-transformers reads this attribute to choose the class that loads a module. It is
     # private, but the only way to load a tower's adapter together with its settings.
     _module_classes = adapters.LOADERS
+    model_card_data_class = _ModelCardData
 
     @classmethod
     def from_backbone(
@@ -171,6 +187,12 @@ class DualEncoder(SentenceTransformer):
         with adapters.saving(self, path):
             super().save(path, *args, **kwargs)
         copy_module_code(self, Path(path))
+
+    def encode(self, *args: Any, **kwargs: Any) -> Any:
+        """Encode texts as in SentenceTransformer; warn if two towers get no task to choose by."""
+        if kwargs.get("task") is None and not is_tied(self):
+            warn_once(f"this model has two encoders: {_ENCODE_OF_TWO_TOWERS}")
+        return super().encode(*args, **kwargs)
 
     def forward(self, input: dict[str, Any], **kwargs: Any) -> dict[str, Any]:
         """Return the features with the embeddings (n, d), cut to ``truncate_dim`` if it is set.

@@ -51,7 +51,7 @@ from contaccum.experiments.run import (
 )
 from contaccum.files import atomic_folder
 from contaccum.merging import merge_models
-from contaccum.retrieval.bm25 import fuse_runs
+from contaccum.retrieval.bm25 import FUSION_DEPTH, fuse_runs
 from contaccum.retrieval.documents import StoreDocuments
 from contaccum.retrieval.encode import CorpusEncoder, encode_texts, model_fingerprint
 from contaccum.retrieval.store import EmbeddingStore
@@ -183,7 +183,9 @@ class DevSet:
         has_bm25: bool,
     ) -> None:
         self.dataset = dataset
-        self.evaluator = RetrievalEvaluator(dataset, batch_size=batch_size)
+        # BM25 is added to the best 100 documents.
+        metrics = [METRIC, f"recall@{FUSION_DEPTH}"]
+        self.evaluator = RetrievalEvaluator(dataset, metrics, batch_size)
         self.evaluator.documents = documents
         self.bm25_run = self.evaluator.search_bm25()
         self._kinds = kinds
@@ -257,13 +259,13 @@ def write_linear_maps(
 
 def encode_corpus(
     encoder: DualEncoder, model_name: str, corpus: Path, store: Path, batch_size: int
-) -> int:
-    """Write the vectors of a corpus to a store; return how many were missing."""
+) -> CorpusEncoder:
+    """Write the vectors of a corpus to a store; return the encoder with its counts."""
     corpus_encoder = CorpusEncoder(
         encoder, model_name, corpus, store, batch_size=batch_size, shard_size=_ROWS_PER_SHARD
     )
-    corpus_encoder.encode()
-    return corpus_encoder.num_encoded
+    corpus_encoder.encode(show_progress=False)
+    return corpus_encoder
 
 
 def load_trained(folder: Path, base: DualEncoder) -> DualEncoder:
@@ -354,7 +356,7 @@ class Ladder:
         self._seconds_per_document = seconds_per_document
         self._num_documents = num_documents
         self._has_bm25 = has_bm25
-        self._has_one_tower = False
+        self._has_one_tower = job.given.get("towers") == "one"
         self._ends_at = job.budget.used() + seconds
         self._folder = job.folder / "candidates"
         self._dev_folder = job.data / "dev"
@@ -492,12 +494,9 @@ class Ladder:
             write_linear_maps(self.base, train_file, self.documents, RIDGES, batch_size, folder)
             rows = []
             for ridge in RIDGES:
-                for blend in (1.0, *BLENDS):
-                    shown = f"linear map, ridge {ridge:g}{_describe_blend(blend)}"
-                    candidate = Candidate(
-                        shown, LINEAR_MAP, "map", folder=name, ridge=ridge, blend=blend
-                    )
-                    rows.append(self._score(candidate, self._dev))
+                shown = f"linear map, ridge {ridge:g}"
+                candidate = Candidate(shown, LINEAR_MAP, "map", folder=name, ridge=ridge)
+                rows.append(self._score(candidate, self._dev))
             return rows
 
         self._add(name, lambda folder: on_first_rank(lambda: fit_and_score(folder)))
@@ -591,7 +590,7 @@ class Ladder:
         if not upper:
             return
         best = max(upper, key=lambda each: each.score)
-        method = best.settings["method"]
+        method = best.settings.get("method", "contaccum")  # the default is not in a dictionary
         tries = []
         if "learning_rate" not in self.job.given:
             for factor in (RATE_FACTOR, 1 / RATE_FACTOR):
@@ -628,7 +627,8 @@ class Ladder:
         if not self._is_done(name) and seconds < needed:
             return
         corpus = str(self.job.data / CORPUS_FILE)
-        two_stages = replace(Settings(), **first.settings, second_stage=corpus)
+        options = {**first.settings, "trust_remote_code": self.base.trust_remote_code}
+        two_stages = replace(Settings(), **options, second_stage=corpus)
         first_folder = self.get_folder(first)
         settings = make_second_stage(two_stages, str(first_folder / TRAINING_FOLDER))
 

@@ -433,14 +433,18 @@ def encode_documents(
     def encode() -> dict[str, Any]:
         started = time.perf_counter()
         corpus = job.data / CORPUS_FILE
-        num_encoded = encode_corpus(base, model_name(model), corpus, job.store, job.batch_size)
+        encoder = encode_corpus(base, model_name(model), corpus, job.store, job.batch_size)
         held_out = list_held_out(StoreDocuments(EmbeddingStore.open(job.store)))
         np.save(file, encode_texts(base, held_out, "document", job.batch_size))
         seconds = time.perf_counter() - started
-        return {"seconds_per_document": seconds / max(1, num_encoded + len(held_out))}
+        num_encoded = encoder.num_encoded + len(held_out)
+        seconds_per_document = seconds / max(1, num_encoded)
+        return {"seconds_per_document": seconds_per_document, "cut": encoder.describe_cut()}
 
     with job.budget.measure("documents"):
-        seconds = once(file.parent, job.request, encode)["seconds_per_document"]
+        found = once(file.parent, job.request, encode)
+    if found["cut"]:
+        job.print_line(found["cut"])
 
     def load() -> StoreDocuments:
         if not job.store.exists():  # the user may remove it to free space
@@ -450,7 +454,7 @@ def encode_documents(
         documents.add(list_held_out(documents), np.load(file, allow_pickle=False))
         return documents
 
-    return load() if rank() == 0 else None, seconds
+    return load() if rank() == 0 else None, found["seconds_per_document"]
 
 
 def climb(ladder: Ladder) -> None:

@@ -222,7 +222,11 @@ def score_fold(
         on_first_rank(hold_out)
         if chosen.system == "trained":
             # The blend is made of the trained model when it is loaded.
-            changes: dict[str, Any] = {"train_data": [str(data / TRAIN_FILE)], "blend": 1.0}
+            changes: dict[str, Any] = {
+                "train_data": [str(data / TRAIN_FILE)],
+                "blend": 1.0,
+                "trust_remote_code": base.trust_remote_code,  # not by a file of somebody else
+            }
             if chosen.settings["method"] == "query_side":
                 changes["passage_store"] = str(store)
             if "second_stage" in chosen.settings:

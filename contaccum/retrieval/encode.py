@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from itertools import islice
@@ -26,7 +27,13 @@ from contaccum.data import Passage, RecordReport, passage_text, read_passages
 from contaccum.data.beir import find_beir_file
 from contaccum.data.rows import OnBadRecord, parse_question_line, parse_rows, parse_text, read_lines
 from contaccum.data.sampling import text_ids
-from contaccum.encoders.settings import Kind, get_prompt, get_tower, without_dropout
+from contaccum.encoders.settings import (
+    Kind,
+    get_prompt,
+    get_tower,
+    require_max_length,
+    without_dropout,
+)
 from contaccum.errors import DataError, UserError, check_choice, quoted
 from contaccum.files import AnyPath, Fingerprint
 from contaccum.retrieval.store import EmbeddingStore, StoreWriter, check_identity
@@ -307,6 +314,8 @@ class CorpusEncoder:
         report: counts of the corpus's used and bad records.
         num_encoded: number of texts that this process encoded. It is smaller than the corpus if
             other processes, or an earlier run, wrote shards.
+        is_cut: counts of the different texts among these that are longer than the model reads
+            (True), and of the others (False).
 
     Raises:
         UserError: the folder holds another store or something else.
@@ -331,6 +340,7 @@ class CorpusEncoder:
         self.precision = precision
         self.report = RecordReport(on_bad_record)
         self.num_encoded = 0
+        self.is_cut: Counter[bool] = Counter()
         identity = encoding_identity(model, precision, dtype, shard_size)
         notes = {"model_name": model_name, "corpus": {"path": str(corpus)}}
         self.writer = StoreWriter(folder, identity, notes, overwrite)
@@ -352,6 +362,20 @@ class CorpusEncoder:
                 self.model, texts, "document", self.batch_size, self.precision, show_progress
             )
 
+        def count_cut(model: nn.Module, inputs: tuple[Any, ...]) -> None:
+            # A fast tokenizer keeps the tokens that it cuts off.
+            encodings = getattr(inputs[0], "encodings", None) or ()
+            self.is_cut.update(bool(encoding.overflowing) for encoding in encodings)
+
         passages = read_texts(self.corpus, "document", self.report)
         progress = tqdm(passages, "Encoding", unit=" texts", disable=not show_progress)
-        return self.writer.fill(progress, encode_shard, rank, world_size)
+        with self.model.register_forward_pre_hook(count_cut):
+            return self.writer.fill(progress, encode_shard, rank, world_size)
+
+    def describe_cut(self) -> str:
+        """Return a line about the passages that are longer than the model reads; empty if none."""
+        if not self.is_cut[True]:
+            return ""
+        share = 100 * self.is_cut[True] / self.is_cut.total()
+        length = require_max_length(self.model, "document")
+        return f"{share:.3g}% of the passages are longer than {length} tokens; the rest is not read"

@@ -102,8 +102,17 @@ class ContAccumTrainingArguments(_Arguments):
         if settings.metric_for_best_model not in (None, "loss"):
             metric = check_metric(str(settings.metric_for_best_model))
             arguments["metric_for_best_model"] = f"eval_{metric}"
+        device = getattr(settings, "device", None)  # the model's, which not all settings have
+        if device is not None:
+            arguments["use_cpu"] = device == "cpu"
         try:
-            return cls(**arguments)
+            args = cls(**arguments)
+            if device not in (None, args.device.type, str(args.device)):
+                raise ConfigError(
+                    f"device={device}: the training would run on {args.device}. Set device=cpu or "
+                    "drop it, and choose a GPU with CUDA_VISIBLE_DEVICES"
+                )
+            return args
         except ConfigError:
             raise
         except (ValueError, ImportError) as error:  # raised by transformers

@@ -156,6 +156,11 @@ def _load_sentence_transformer(settings: Settings, options: dict[str, Any]) -> D
     model = DualEncoder.from_pretrained(settings.model, trust_remote_code=trusted, **options)
     if not settings.tied and is_tied(model):
         untie(model)
+    elif settings.towers and not is_tied(model):
+        raise ConfigError(
+            f"towers=one with {settings.model}, which has two encoders: give another model, or "
+            "drop towers"
+        )
     elif settings.tied and not is_tied(model):
         logger.info(f"{settings.model} has two encoders, and keeps both: tied has no effect")
     set_max_lengths(model, settings.query_max_length, settings.passage_max_length)

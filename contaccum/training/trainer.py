@@ -191,6 +191,12 @@ class ContAccumTrainer(SentenceTransformerTrainer):
         self.run_id: str | None = None  # set by train(); a resumed run keeps its id
         self._resume_point: checkpoint.ResumePoint | None = None
         super().__init__(model, args, train_dataset, eval_dataset, loss, **kwargs)
+        if not args.card_examples:
+            card = model.model_card_data
+            card.widget, card.usage_examples = [], None
+            for described_set in [*card.train_datasets, *card.eval_datasets]:
+                for key in ("examples", "examples_table"):
+                    described_set.pop(key, None)
         if losses.reads_only_embeddings(loss):
             features: list[Batch] = []  # of each column in the first row of each data set
             for part in losses.list_parts(self.train_dataset):

@@ -193,6 +193,18 @@ def test_new_accepts_a_set_with_settings(tmp_path, monkeypatch):
         (["fit", "pairs.csv", "--hub_token", "secret"], "credential"),
         (["fit", "--learning_rate", "1e-4", "pairs.csv"], "learning_rate"),
         (["split", "pairs.csv", "out", "--seeds", "1"], "'seed'"),
+        (["fit", "pairs.csv", "--budegt", "5m"], "did you mean 'budget'"),
+        (["tune", "c.yaml", "--budegt", "5m"], "did you mean 'budget'"),
+        (["train", "c.yaml", "--batch_sampelr", "x"], "did you mean 'batch_sampler'"),
+        (["new", "out", "--dta", "pairs.csv"], "did you mean 'data'"),
+        (["encode", "m", "--corpsu=c", "--output", "o"], "did you mean 'corpus'"),
+        (["search", "m", "--store", "s", "--querys", "q"], "did you mean 'queries'"),
+        (["mine", "pairs.csv", "--modle", "m"], "did you mean 'model'"),
+        (["evaluate", "m", "--dat", "d"], "did you mean 'data'"),
+        (["merge", "a", "b", "out", "--gaurd", "d"], "did you mean 'guard'"),
+        (["export", "m", "out", "--dtpye", "float16"], "did you mean 'dtype'"),
+        (["split", "pairs.csv", "out", "--data_columns", "query=qurey"], "no column 'qurey'"),
+        (["fit", "pairs.csv", "--device", "gpu"], "device=gpu"),
     ],
 )
 def test_arguments_that_cannot_work_are_named(arguments, message, capsys, tmp_path, monkeypatch):

@@ -13,6 +13,7 @@ import numpy as np
 import pytest
 from sample_texts import sentences
 from small_data import contents, write_beir
+from tiny_models import tiny_encoder
 
 from contaccum import DualEncoder
 from contaccum.cli import main
@@ -171,3 +172,18 @@ def test_wrong_options_are_refused_before_anything_is_written(
     assert message in capsys.readouterr().err.splitlines()[-1]
     assert not (tmp_path / "s").exists()
     assert contents(store_folder) == before
+
+
+def test_passages_longer_than_the_model_reads_are_counted(root, tmp_path, capsys):
+    """A passage of eight tokens fits; the one that occurs twice counts once."""
+    words = [6, 7, 7, 1, 6]  # and two special tokens
+    texts = [f"{'cat ' * number}" for number in words]
+    documents = {f"d{number}": ("", text) for number, text in enumerate(texts)}
+    write_beir(tmp_path / "beir", documents, {}, [])
+    tiny_encoder().save_pretrained(str(tmp_path / "model"))
+    argv = ["encode", str(tmp_path / "model"), "--corpus", str(tmp_path / "beir")]
+    line = "33.3% of the passages are longer than 8 tokens; the rest is not read"
+    for length in ("8", "9"):
+        output = str(tmp_path / length)
+        assert main([*argv, "--passage_max_length", length, "--output", output]) == 0
+        assert (line in capsys.readouterr().out) == (length == "8")

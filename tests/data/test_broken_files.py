@@ -140,6 +140,17 @@ case(
     None,
 )
 case(
+    "header of unknown columns with characters of two bytes",
+    file("a.csv", "frage,übergrößenträger,antwörter\nq,p,r\n"),
+    r"it starts with 'frage,übergrößenträger,antwörter'",
+    None,
+)
+jsonl(
+    "a bad byte after characters of two bytes",
+    b'{"query": "%s\xe4"}' % ("ä" * 30).encode(),
+    "not UTF-8 text: 'ä{20}�",
+)
+case(
     "latin-1 array",
     file("dpr.json", '[{"query": "Käse", "positive": "p"}]'.encode("latin-1")),
     r"dpr\.json:1: broken JSON.*UTF8",

@@ -29,7 +29,7 @@ from contaccum.encoders.settings import (
     is_tied,
     set_max_lengths,
 )
-from contaccum.errors import ConfigError, UserError
+from contaccum.errors import ConfigError, UserError, warn_once
 
 # Module types that modules.json must hold, so that older and newer versions can load the folders.
 TIED = ("base.modules.transformer.Transformer", "sentence_transformer.modules.pooling.Pooling")
@@ -150,6 +150,26 @@ def test_a_module_with_its_own_code_is_saved_with_the_code(
         DualEncoder.from_pretrained(tmp_path / "saved", device="cpu")
     loaded = DualEncoder.from_pretrained(tmp_path / "saved", device="cpu", trust_remote_code=True)
     assert np.array_equal(loaded.encode_query(sentences(3)), expected)
+
+
+@pytest.mark.parametrize("tied", [True, False], ids=["tied", "untied"])
+def test_a_model_with_two_towers_says_what_encode_does(tied, tmp_path, caplog):
+    warn_once.cache_clear()
+    model = tiny_encoder(tied)
+    model.save_pretrained(str(tmp_path))
+    card = (tmp_path / "README.md").read_text()
+    loaded = DualEncoder.from_pretrained(tmp_path, device="cpu")
+    for texts in (sentences(2), "a query"):
+        loaded.encode_query(texts)
+        loaded.encode_document(texts)
+    assert not caplog.messages
+    for options in ({}, {"prompt_name": "query"}):
+        embeddings = loaded.encode(sentences(2), **options)
+        assert np.array_equal(embeddings, loaded.encode_document(sentences(2)))
+    messages = [*caplog.messages, *card.splitlines()]
+    named = [x for x in messages if "encode_query" in x and "alone takes the encoder of" in x]
+    assert len(caplog.messages) == (0 if tied else 1)
+    assert len(named) == (0 if tied else 2)
 
 
 @pytest.mark.parametrize("task", ["query", "document"])

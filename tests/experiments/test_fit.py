@@ -846,6 +846,8 @@ def test_score_on_pooled_documents_equals_the_score_on_all_documents(root, train
         (["--push_to_hub"], "push_to_hub"),
         (["--method", "query_side", "--matryoshka_dims", "8"], "method=query_side with matryoshka"),
         (["--method"], "method"),
+        (["--method", "query_side", "--towers", "one"], "towers=one"),
+        (["--device", "tpu"], "device=tpu"),
         (["--learnin_rate", "1"], "learning_rate"),
         (["--budget", "soon"], "budget=soon"),
         (["--budget", "0.01s"], "too short"),
@@ -858,6 +860,76 @@ def test_wrong_options_give_one_line(root, tmp_path, options, message, capsys):
     assert main(arguments) == 2
     error = capsys.readouterr().err.strip().splitlines()[-1]
     assert message in error
+
+
+def test_one_tower_refuses_a_model_with_two(root, tmp_path):
+    tiny_encoder(tied=False).save_pretrained(str(tmp_path / "two"))
+    with pytest.raises(ConfigError, match=r"towers=one with .*two encoders"):
+        contaccum.fit(
+            root / "pairs.jsonl",
+            tmp_path / "two",
+            output=tmp_path / "out",
+            towers="one",
+            **SETTINGS,
+        )
+
+
+def test_passages_longer_than_the_model_reads_are_counted(root, tmp_path, monkeypatch):
+    """Each passage has five words and two special tokens."""
+
+    def stop(*_: Any) -> None:
+        raise UserError("stopped")
+
+    monkeypatch.setattr(fit_module, "score_baselines", stop)
+    counted = []
+    for length in (6, 7):
+        lines: list[str] = []
+        with pytest.raises(UserError, match="stopped"):
+            contaccum.fit(
+                root / "pairs.jsonl",
+                root / "fresh",
+                output=tmp_path / str(length),
+                print_line=lines.append,
+                passage_max_length=length,
+                **SETTINGS,
+            )
+        counted.append([line for line in lines if "not read" in line])
+    assert counted == [["100% of the passages are longer than 6 tokens; the rest is not read"], []]
+
+
+@pytest.mark.parametrize("stage", ["tuning", "plan"])
+def test_the_results_in_a_folder_do_not_allow_remote_code(root, tmp_path, monkeypatch, stage):
+    """The folder may come from somebody else."""
+    seen: list[Any] = []
+    forged = {
+        "choice": Choice({"method": "contaccum"}, 0, 0.5, {}, [])._asdict(),
+        "options": {"model": str(root / "fresh"), "trust_remote_code": True},
+        "base": 0.5,
+        "bm25": 0.5,
+        "trials": [],
+        "has_second_stage": False,
+    }
+    once = fit_module.once
+
+    def read_forged(folder: Path, *args: Any, **kwargs: Any) -> dict[str, Any]:
+        if folder.name in ("tuning", stage):
+            names = Tuned._fields if folder.name == "tuning" else forged
+            return {name: forged[name] for name in names}
+        return once(folder, *args, **kwargs)
+
+    def stop(settings: Settings, folder: Path) -> None:
+        seen.append(settings.trust_remote_code)
+        raise UserError("stopped")
+
+    def stop_planning(folder: Path, dev: Path, tuned: Tuned, seconds: float) -> None:
+        stop(replace(Settings(), **tuned.options), folder)
+
+    monkeypatch.setattr(fit_module, "once", read_forged)
+    monkeypatch.setattr(fit_module, "plan_final_training", stop_planning)
+    monkeypatch.setattr(fit_module, "run_and_keep", stop)
+    with pytest.raises(UserError, match="stopped"):
+        contaccum.fit(root / "pairs.jsonl", root / "fresh", output=tmp_path / "out", **SETTINGS)
+    assert seen == [False]
 
 
 def test_refused_data_can_be_corrected_and_used_in_the_same_folder(root, tmp_path, monkeypatch):

@@ -837,6 +837,13 @@ def test_query_side_is_left_out_if_it_lacks_a_setting(given, reason, monkeypatch
         list_methods(dataclasses.replace(space, method="query_side"), lines.append)
 
 
+def test_one_tower_leaves_out_query_side():
+    lines: list[str] = []
+    methods = list_methods(make_space(["towers"], towers="one"), lines.append)
+    assert methods == ["contaccum", "grad_cache"]
+    assert [line.partition(" with")[0] for line in lines] == ["query_side is not tried: towers=one"]
+
+
 def test_settings_of_the_bank_leave_out_no_method():
     lines: list[str] = []
     given = {"bank_size": 64, "bank_weight": 0.5}

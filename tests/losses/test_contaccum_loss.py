@@ -29,7 +29,7 @@ from torch.nn.functional import cross_entropy
 
 from contaccum import CachedContAccumLoss, ContAccumLoss, DualEncoder
 from contaccum.bank.logits import NO_ID
-from contaccum.errors import ConfigError
+from contaccum.errors import ConfigError, warn_once
 from contaccum.losses import contaccum as contaccum_losses
 from contaccum.losses import probe
 from contaccum.losses.probe import MIN_PAIRS_BETWEEN_PROBES, PROBE_PAIRS, EncoderProbe
@@ -204,6 +204,32 @@ def test_a_new_model_starts_with_an_empty_bank(make_loss, tmp_path):
         trainer.train()
         weights.append(trainer.model.state_dict())
     assert_equal_states(weights[1], weights[0])
+
+
+@pytest.mark.parametrize("num_pairs", [16, 128, 4])
+def test_another_number_of_pairs_per_update_than_the_trainer_has_is_one_warning(
+    num_pairs, model, tmp_path, caplog
+):
+    """The trainer has updates of 16 pairs; the last one of an epoch has 4."""
+    warn_once.cache_clear()
+    texts = sentences(104, seed=0)
+    SentenceTransformerTrainer(
+        model=model,
+        args=SentenceTransformerTrainingArguments(
+            str(tmp_path),
+            per_device_train_batch_size=4,
+            gradient_accumulation_steps=4,
+            num_train_epochs=3,
+            save_strategy="no",
+            report_to="none",
+            use_cpu=True,
+        ),
+        train_dataset=Dataset.from_dict({"anchor": texts[:52], "positive": texts[52:]}),
+        loss=ContAccumLoss(model, bank_size=32, pairs_per_update=num_pairs),
+    ).train()
+    messages = [text for text in caplog.messages if "pairs_per_update" in text]
+    assert len(messages) == (0 if num_pairs == 16 else 1)
+    assert all(f"={num_pairs}, but an update has 16 pairs" in text for text in messages)
 
 
 def test_a_wrapper_of_the_model_keeps_the_bank_and_the_probe(model):

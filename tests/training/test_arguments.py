@@ -7,6 +7,7 @@ from tiny_models import tiny_encoder
 
 from contaccum import ContAccumLoss, ContAccumTrainingArguments
 from contaccum.errors import ConfigError
+from contaccum.settings import Settings, replace
 from contaccum.training.trainer import make_loss
 
 AUTO = {"per_device_train_batch_size": "auto"}
@@ -106,6 +107,15 @@ def test_arguments_as_a_dictionary_keep_auto(method, tmp_path):
         assert arguments.total_train_batch_size == 12
     args.set_micro_batch_size(4)
     assert args.to_dict()["per_device_train_batch_size"] == "auto"
+
+
+def test_the_device_of_the_settings_is_that_of_the_training(tmp_path):
+    settings = Settings(output_dir=str(tmp_path), device="cpu")
+    args = ContAccumTrainingArguments.from_settings(settings)
+    assert args.device.type == "cpu" and args.use_cpu
+    for device in ("cuda:99", "gpu"):
+        with pytest.raises(ConfigError, match=f"device={device}.*CUDA_VISIBLE_DEVICES"):
+            ContAccumTrainingArguments.from_settings(replace(settings, device=device))
 
 
 def test_every_setting_of_the_loss_is_an_argument_and_is_passed_on_by_name(tmp_path):

@@ -452,6 +452,27 @@ def test_an_upload_has_a_model_and_a_card_and_no_credentials(tmp_path, monkeypat
         assert secret not in path.read_text(), path
 
 
+@pytest.mark.parametrize("shown", [False, True])
+@pytest.mark.parametrize("plain", [False, True])
+def test_a_model_card_has_texts_of_the_data_only_if_it_is_asked_for(shown, plain, tmp_path):
+    model = tiny_encoder()
+    if plain:
+        model.save_pretrained(str(tmp_path / "plain"))
+        model = SentenceTransformer(str(tmp_path / "plain"), device="cpu")
+    data = make_pairs(12)
+    trainer = make_trainer(
+        tmp_path / "run", data, model=model, card_examples=shown, **SAVE_EVERY_UPDATE
+    )
+    trainer.train()
+    trainer.save_model()
+    cards = list((tmp_path / "run").rglob("README.md"))
+    assert len(cards) > 1  # of a checkpoint, and of the model
+    for card in cards:
+        text = card.read_text()
+        assert any(x in text for x in [*data["query"], *data["positive"]]) == shown
+        assert "encode_query" in text
+
+
 def test_matryoshka_dims_train_like_a_wrapped_loss_with_a_bank_for_each_size(tmp_path):
     straight = assert_resumes(partial(make_trainer, matryoshka_dims=[8, 16]), tmp_path, 2)
     (bank_loss,) = straight.bank_losses()
