@@ -442,7 +442,7 @@ class Ladder:
         best = self.get_best()
         self.job.print_line(
             f"{shown.number}. {shown.describe()}: {shown.score:.3f} on dev (best "
-            f"{best.number}. {best.describe()}), {self.job.budget.used() / 60:.1f} minutes used"
+            f"{best.number}. {best.describe()}), {shown.seconds / 60:.1f} minutes used"
         )
         return added
 
