@@ -42,6 +42,7 @@ def run(argv: Sequence[str]) -> int:
         test=args.test,
         future=args.future,
         bm25=args.bm25,
+        guard=args.guard,
         print_line=print_at_once,
         **read(training_arguments, parser.option_names),
     )
@@ -97,6 +98,13 @@ def _make_parser() -> Parser:
         default=True,
         metavar="BOOL",
         help="false: search with vectors alone, for engines that have no BM25; default: true",
+    )
+    parser.add_argument(
+        "--guard",
+        nargs="+",
+        metavar="SET",
+        help="other data, BEIR folders or public names, on which the model must not lose more than "
+        "0.01 nDCG@10",
     )
     parser.add_argument(
         "--require",

@@ -96,7 +96,7 @@ _CHEAP_SHARE = 0.1  # of the time left, for the query tower at another rate
 _ROWS_PER_SHARD = 2000  # of a store; a killed process loses at most one shard
 
 Scores = dict[str, float]
-"""{kind of documents, or `MEAN`: nDCG@10}."""
+"""{kind of documents, `MEAN`, or the name of a guard: nDCG@10}."""
 
 
 @dataclass(frozen=True)
@@ -151,7 +151,7 @@ def choose(candidates: Sequence[Candidate], free: Candidate) -> Candidate:
 
     Args:
         free: the best search without training. A candidate that loses more than `LARGEST_LOSS`
-            against it on a kind of documents is not chosen.
+            against it on a kind of documents, or on a guard, is not chosen.
     """
     allowed = [free]
     for candidate in candidates:
@@ -335,6 +335,7 @@ class Ladder:
         num_documents: {part of the split: its number of documents}.
         has_bm25: False: search with vectors alone.
         seconds: the time for the ladder.
+        guards: {name: other data}, on which a candidate must not lose more than `LARGEST_LOSS`.
     """
 
     def __init__(
@@ -347,6 +348,7 @@ class Ladder:
         num_documents: Mapping[str, int],
         has_bm25: bool,
         seconds: float,
+        guards: Mapping[str, BeirDataset],
     ) -> None:
         self.job = job
         self.base = base
@@ -366,6 +368,11 @@ class Ladder:
         if documents is not None:
             self._dev = self._load_dev(self._dev_folder)
             self._pool = self._dev
+        self._guards = {}
+        for name, dataset in guards.items():
+            self._guards[name] = RetrievalEvaluator(dataset, [METRIC], job.batch_size)
+            self._guards[name].documents = documents
+        self._num_guard_documents = sum(len(dataset.corpus) for dataset in guards.values())
         self._width = read_width(self.settings.model)
         self._has_fixed_length = bool({"max_steps", "num_train_epochs"} & job.given.keys())
 
@@ -419,7 +426,7 @@ class Ladder:
         if on_first_rank(lambda: self._pool is self._dev):
             return candidate
         scores = once(self._folder / "pool" / candidate.name, self.job.request, work)["scores"]
-        return dataclasses.replace(candidate, scores=scores)
+        return dataclasses.replace(candidate, scores={**candidate.scores, **scores})
 
     def _add(self, name: str, work: Callable[[Path], list[dict[str, Any]]]) -> list[Candidate]:
         """Do the work of a folder once, and add its candidates; print the best one of them.
@@ -455,9 +462,18 @@ class Ladder:
     def _score(self, candidate: Candidate, dev: DevSet | None) -> dict[str, Any]:
         """Return a candidate with its scores on dev, as JSON; on the first process."""
         assert dev is not None
-        scores = dev.weigh(self._search(dev, candidate))
+        scored = dev.weigh(self._search(dev, candidate))
+        scored["scores"] |= self._score_on_guards(candidate)
         seconds = round(self.job.budget.used_here(), 1)
-        return {**asdict(candidate), **scores, "seconds": seconds}
+        return {**asdict(candidate), **scored, "seconds": seconds}
+
+    def _score_on_guards(self, candidate: Candidate) -> Scores:
+        """Return the scores of a candidate's vectors on the guards."""
+        scores = {}
+        for name, evaluator in self._guards.items():
+            run = search_with(candidate, self.base, self.get_folder(candidate), evaluator)
+            scores[f"guard {name}"] = evaluator.score_run(run)[METRIC]
+        return scores
 
     # The rungs ------------------------------------------------------------------------------------
 
@@ -474,8 +490,9 @@ class Ladder:
         def score() -> list[dict[str, Any]]:
             assert self._dev is not None
             seconds = round(self.job.budget.used_here(), 1)
-            bm25_scores = self._dev.score(self._dev.bm25_run)
-            bm25 = Candidate("BM25", FREE, "bm25", 1.0, bm25_scores, {}, seconds)
+            bm25 = Candidate("BM25", FREE, "bm25", bm25_weight=1.0, seconds=seconds)
+            bm25.scores.update(self._dev.score(self._dev.bm25_run))
+            bm25.scores.update(self._score_on_guards(bm25))
             base = Candidate(model_name(self.settings.model), FREE, "base")
             return [asdict(bm25), self._score(base, self._dev)]
 
@@ -738,6 +755,7 @@ class Ladder:
         The trained model then encodes the documents of dev and test.
         """
         num_documents = max(self._num_pool_documents, self._num_documents["test"])
+        num_documents += self._num_guard_documents
         return self.left() - num_documents * self._seconds_per_document
 
     def _make_pool(self) -> None:

@@ -26,16 +26,17 @@ from typing import Any
 import numpy as np
 
 from contaccum import __version__
-from contaccum.data.beir import load_beir_folder
-from contaccum.data.near_duplicates import group_queries
-from contaccum.data.records import parse_columns
-from contaccum.data.rows import OnBadRecord
+from contaccum.data.beir import BeirDataset, load_beir_folder, read_split_queries
+from contaccum.data.near_duplicates import find_near_duplicates, group_queries
+from contaccum.data.records import parse_columns, read_records
+from contaccum.data.rows import OnBadRecord, RecordReport
 from contaccum.data.split import CORPUS_FILE, TRAIN_FILE, Future, Split, read_split
 from contaccum.defaults import DEFAULT_MODEL
 from contaccum.distributed import rank, world_size
 from contaccum.encoders.dual_encoder import DualEncoder
 from contaccum.encoders.loading import model_name, require_model
-from contaccum.errors import ConfigError, UserError
+from contaccum.errors import ConfigError, DataError, UserError, quoted
+from contaccum.evaluation.beir import load_data as load_beir
 from contaccum.evaluation.evaluator import RetrievalEvaluator, sample
 from contaccum.evaluation.metrics import BETTER, WORSE, sign_flip_test
 from contaccum.experiments.budget import (
@@ -167,6 +168,7 @@ def fit(
     test: float | None = None,
     future: Future | None = None,
     bm25: bool = True,
+    guard: AnyPath | Sequence[AnyPath] | None = None,
     print_line: Callable[[str], None] = print,
     **settings: Any,
 ) -> FitResult:
@@ -192,6 +194,8 @@ def fit(
             passages that it has not seen, "both" for half of each; None: "both" if the data have
             enough passages with several queries, else "new".
         bm25: False: search with vectors alone, for engines that have no BM25.
+        guard: BEIR folders or public names of other data. No candidate is chosen that loses more
+            than 0.01 nDCG@10 on one of them.
         print_line: is called with each line for the user.
         settings: options of `contaccum train`, such as ``learning_rate=1e-5``, which `fit` then
             does not choose. None stands for an option that is not given.
@@ -201,8 +205,7 @@ def fit(
     """
     # What can be refused at once is refused before anything is written.
     given = read_given(settings)
-    listed = [model] if isinstance(model, (str, os.PathLike)) else model
-    models = [os.path.expanduser(os.fspath(name)) for name in listed]
+    models = [os.path.expanduser(name) for name in list_names(model)]
     pairs = Pairs(
         path=Path(data).expanduser(),
         corpus=None if corpus is None else Path(corpus).expanduser(),
@@ -217,12 +220,14 @@ def fit(
     folder = Path(output).expanduser().absolute()
     seconds = parse_duration(budget)
     args = check_given(models[0], given)
+    guards = {name: load_beir(name) for name in list_names(guard)}
     if len(models) == 1:  # of several, one that cannot be loaded is left out
         require_model(models[0])
     request = {
         "version": __version__,
         "model": [make_absolute(name) for name in models],
         "bm25": bm25,
+        "guard": {name: dataset.fingerprint for name, dataset in guards.items()},
         **given,
         **pairs.describe(folder),
     }
@@ -230,7 +235,7 @@ def fit(
     with begin(folder, request, "contaccum fit", may_restart):
         used_time = Budget(seconds, folder / USED_TIME_FILE)
         job = Job(folder, request, given, args, used_time, only_first_rank(print_line))
-        split = hold_out(job, pairs)
+        split = hold_out(job, pairs, guards)
         base_model = choose_base_model(job, models)
         base, proposed = load_base(job, base_model)
         documents, seconds_per_document = encode_documents(job, base, base_model)
@@ -244,6 +249,7 @@ def fit(
             split.documents,
             has_bm25=bm25,
             seconds=(_LADDER_SHARE if num_folds > 1 else 1.0) * job.budget.left() - _END_SECONDS,
+            guards=guards,
         )
         climb(ladder)
         chosen = ladder.get_best()
@@ -273,13 +279,28 @@ def fit(
 # The stages, in their order -----------------------------------------------------------------------
 
 
-def hold_out(job: Job, pairs: Pairs) -> Split:
-    """Split the pairs into train, dev and test, and print what was held out."""
+def hold_out(job: Job, pairs: Pairs, guards: Mapping[str, BeirDataset]) -> Split:
+    """Split the pairs into train, dev and test, and print what was held out.
+
+    Raises:
+        DataError: if a guard has test queries, or near-duplicates of them.
+    """
     show_progress = not job.args.disable_tqdm
     for line in on_first_rank(lambda: pairs.hold_out(job.data, show_progress=show_progress)):
         job.print_line(line)
     split = read_split(job.data)
     num_folds = pairs.count_folds(split)
+    test_queries = list(read_split_queries(job.data / "test", "test", RecordReport()).values())
+    if num_folds > 1:  # test queries of other folds are training queries of this one
+        test_queries += [record.query for record in read_records(job.data / TRAIN_FILE)]
+    for name, dataset in guards.items():
+        near_queries = find_near_duplicates(dataset.queries.values(), test_queries)
+        if near_queries:
+            raise DataError(
+                f"guard: {name} has {len(near_queries)} queries of the test set, or nearly so, by "
+                "which a candidate would be chosen before the verdict, such as "
+                f"{quoted(min(near_queries))}; remove them, or give other data"
+            )
     job.print_line(split.summary())
     if num_folds > 1:
         job.print_line(
@@ -600,6 +621,12 @@ def tabulate(
 
 
 # Files --------------------------------------------------------------------------------------------
+
+
+def list_names(names: AnyPath | Sequence[AnyPath] | None) -> list[str]:
+    """Return one or several paths, or none, as a list."""
+    listed = [names] if isinstance(names, (str, os.PathLike)) else names or ()
+    return [os.fspath(name) for name in listed]
 
 
 def write_model(job: Job, ladder: Ladder, candidate: Candidate) -> None:
