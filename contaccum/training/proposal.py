@@ -1,6 +1,6 @@
 """Proposal of training settings for a data set, from its size and the lengths of its texts.
 
-`contaccum new` writes the proposal into a config, and `contaccum fit` starts its search from it.
+`contaccum fit` trains with it; see `contaccum.experiments.proposed`.
 """
 
 from __future__ import annotations
