@@ -258,13 +258,13 @@ def write_linear_maps(
 
 
 def encode_corpus(
-    encoder: DualEncoder, model_name: str, corpus: Path, store: Path, batch_size: int
+    job: Job, encoder: DualEncoder, model_name: str, corpus: Path, store: Path
 ) -> CorpusEncoder:
     """Write the vectors of a corpus to a store; return the encoder with its counts."""
     corpus_encoder = CorpusEncoder(
-        encoder, model_name, corpus, store, batch_size=batch_size, shard_size=_ROWS_PER_SHARD
+        encoder, model_name, corpus, store, batch_size=job.batch_size, shard_size=_ROWS_PER_SHARD
     )
-    corpus_encoder.encode(show_progress=False)
+    corpus_encoder.encode(show_progress=not job.args.disable_tqdm)
     return corpus_encoder
 
 
@@ -715,7 +715,7 @@ class Ladder:
                     encoder = load_candidate(candidate, self.base, folder)
                     corpus = dev.dataset.path / CORPUS_FILE
                     store = folder / STORE_FOLDER
-                    encode_corpus(encoder, shown, corpus, store, self.job.batch_size)
+                    encode_corpus(self.job, encoder, shown, corpus, store)
                 rows = []
                 for blend in blends:
                     blended = dataclasses.replace(

@@ -454,7 +454,7 @@ def encode_documents(
     def encode() -> dict[str, Any]:
         started = time.perf_counter()
         corpus = job.data / CORPUS_FILE
-        encoder = encode_corpus(base, model_name(model), corpus, job.store, job.batch_size)
+        encoder = encode_corpus(job, base, model_name(model), corpus, job.store)
         held_out = list_held_out(StoreDocuments(EmbeddingStore.open(job.store)))
         np.save(file, encode_texts(base, held_out, "document", job.batch_size))
         seconds = time.perf_counter() - started
@@ -470,7 +470,7 @@ def encode_documents(
     def load() -> StoreDocuments:
         if not job.store.exists():  # the user may remove it to free space
             corpus = job.data / CORPUS_FILE
-            encode_corpus(base, model_name(model), corpus, job.store, job.batch_size)
+            encode_corpus(job, base, model_name(model), corpus, job.store)
         documents = StoreDocuments(EmbeddingStore.open(job.store))
         documents.add(list_held_out(documents), np.load(file, allow_pickle=False))
         return documents

@@ -204,7 +204,7 @@ def score_fold(
 
     def hold_out() -> None:
         pairs.hold_out(data, number)
-        encode_corpus(base, "base", data / CORPUS_FILE, store, job.batch_size)
+        encode_corpus(job, base, "base", data / CORPUS_FILE, store)
         if chosen.system == "map":
             assert chosen.ridge is not None
             documents = StoreDocuments(EmbeddingStore.open(store))

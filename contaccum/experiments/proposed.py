@@ -105,7 +105,6 @@ def propose_settings(train_file: Path, model: str, given: Mapping[str, Any]) -> 
         "num_hard_negatives": int(proposal.has_negatives),
         "query_prompt": proposal.query_prompt or None,
         "passage_prompt": proposal.passage_prompt or None,
-        "disable_tqdm": True,
     }
     if not is_sentence_transformer(model):
         proposed["query_max_length"] = proposal.query_max_length
