@@ -423,9 +423,10 @@ class Ladder:
                 run = fuse_runs(run, self._pool.bm25_run, candidate.bm25_weight)
             return {"scores": self._pool.score(run)}
 
-        if on_first_rank(lambda: self._pool is self._dev):
+        if on_first_rank(lambda: self._pool is self._dev):  # dev has few documents
             return candidate
-        scores = once(self._folder / "pool" / candidate.name, self.job.request, work)["scores"]
+        folder = self._folder / "pool" / candidate.name.replace("/", "-")
+        scores = once(folder, self.job.request, work)["scores"]
         return dataclasses.replace(candidate, scores={**candidate.scores, **scores})
 
     def _add(self, name: str, work: Callable[[Path], list[dict[str, Any]]]) -> list[Candidate]:
