@@ -122,9 +122,9 @@ class FitResult:
     """The result of `fit`.
 
     Attributes:
-        verdicts: the comparisons with the base model, {"new": on new documents, "known": on known
-            ones}; `str` returns the line that was printed. If one of the two kinds has fewer than
-            ten test queries, there is one verdict, "all".
+        verdicts: the comparisons with the best search without training, {"new": on new documents,
+            "known": on known ones}; `str` returns the line that was printed. If one of the two
+            kinds has fewer than ten test queries, there is one verdict, "all".
         folder: the output folder.
         warnings: warnings about the verdicts, one line each.
         trust_remote_code: True if code that comes with the base model was trusted.
@@ -147,7 +147,7 @@ class FitResult:
 
     @cached_property
     def model(self) -> DualEncoder:
-        """The trained model, which is loaded at the first access."""
+        """The model that the verdict recommends, which is loaded at the first access."""
         return DualEncoder.from_pretrained(
             str(self.folder / "model"), trust_remote_code=self.trust_remote_code
         )
