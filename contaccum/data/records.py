@@ -54,7 +54,7 @@ _SAVED_DATASET_FILES = ("state.json", "dataset_dict.json")
 
 _HUB_NAME = r"([\w.-]+/)?[\w-]+(\.[0-9][\w.-]*)?(:[\w.-]+)?"
 
-_CACHE_VERSION = 15
+_CACHE_VERSION = 16
 """Version of the readers and the stored records. Increase it when either changes, so that records
 of an older version are not used."""
 
@@ -72,8 +72,8 @@ _USUAL_NAMES = {
     "scores": "scores",
     "positive_scores": "positive_scores positive_score pos_scores",
     "negative_scores": "negative_scores neg_scores",
-    # Score or label of a pair; it is a match if the score is at least `min_score`. These names are
-    # compared without case, blanks and underscores.
+    # Score or label of a pair, or a list of them for a list of passages. It is a match if the score
+    # is at least `min_score`. These names are compared without case, blanks and underscores.
     "score": "score label labels relevance relevant is_relevant rel match is_match similarity "
     "is_similar is_positive is_duplicate grade rating",
 }
@@ -432,12 +432,14 @@ class RecordSource:
         )
         query_field, positive_field = chosen
         query = parse_text(self._get_value(row, query_field), query_field)
-        if not self._is_match(row, chosen):
+        value = self._get_value(row, positive_field)
+        if value == []:
+            raise Fault(f"empty {positive_field}")
+        is_match = self._find_matches(row, chosen, value)
+        if not any(is_match):
             return None
         title = parse_text(get_first_value(row, self._names["title"]), "title", may_be_blank=True)
-        positives = _parse_passages(self._get_value(row, positive_field), positive_field, title)
-        if not positives:
-            raise Fault(f"empty {positive_field}")
+        passages = _parse_passages(value, positive_field, title)
 
         # Negatives are in `negative_1`, `negative_2` ..., or else in the first usual field that has
         # any passage.
@@ -454,28 +456,33 @@ class RecordSource:
             if negatives:
                 break
 
-        scores = self._parse_teacher_scores(row, positives, negatives)
+        scores = self._parse_teacher_scores(row, passages, negatives)
         if scores is None and self._needs_scores:
             raise Fault(
                 "no teacher scores",
                 f"distill needs a number for each of its passages; {TEACHER_SCORES_REMEDY}",
             )
         # A negative that is listed twice counts once, with its first score.
+        texts = [text for text, _ in passages + negatives]
+        is_match += [False] * len(negatives)
+        positives = [position for position, found in enumerate(is_match) if found]
         first_positions: dict[str, int] = {}
-        for position, (text, _) in enumerate(negatives, start=len(positives)):
-            first_positions.setdefault(text, position)
+        for position, text in enumerate(texts):
+            if not is_match[position]:
+                first_positions.setdefault(text, position)
         if scores is not None:
-            negative_scores = [scores[position] for position in first_positions.values()]
-            scores = scores[: len(positives)] + negative_scores
+            scores = [scores[position] for position in (*positives, *first_positions.values())]
         if self._chosen is None:
             self._chosen = chosen  # the first usable record decides for all others
             used_names = {"", *chosen, *numbered_fields}
             for role, names in self._names.items():
-                is_read = role != "score" or self._min_score is not None
+                is_list = isinstance(value, list) and isinstance(get_first_value(row, names), list)
+                is_read = role != "score" or is_list or self._min_score is not None
                 if role not in ("query", "positive") and is_read:
                     used_names.update(names)
             self._unused_fields = [name for name in row if name not in used_names]
-        return Record(query, [text for text, _ in positives], list(first_positions), scores)
+        positive_texts = [texts[position] for position in positives]
+        return Record(query, positive_texts, list(first_positions), scores)
 
     def _choose_field(self, role: str, row: Mapping[str, Any]) -> str:
         present_names = [name for name in self._names[role] if name in row]
@@ -496,32 +503,54 @@ class RecordSource:
             )
         return value
 
-    def _is_match(self, row: Mapping[str, Any], chosen: tuple[str, str]) -> bool:
-        """Return False for a pair whose score is below `min_score`.
+    def _find_matches(
+        self, row: Mapping[str, Any], chosen: tuple[str, str], passages: Any
+    ) -> list[bool]:
+        """Return, for each passage of a row, if its score or label is that of a match.
+
+        A list of passages may have a list of scores. Another score is that of all passages.
 
         Raises:
-            Fault: with `min_score`, for a pair whose score is missing or not a number. Without it,
-                for a pair with the label 0, and for every score of a pair with a field `sentence1`.
+            Fault: for a list of scores that is not as long as that of the passages. With
+                `min_score`, for a score that is missing or not a number. Without it, for a row
+                without match, and for every score of a pair with a field `sentence1`.
         """
+        num_passages = len(passages) if isinstance(passages, list) else 1
         scores = {}
         folded_names = {_fold(name): name for name in row if row[name] is not None}
         for usual_name in self._names["score"]:
             name = folded_names.get(_fold(usual_name))
             if name is not None:
-                scores[name] = _WORDS_FOR_NUMBERS.get(_fold(str(row[name])), row[name])
+                is_list = isinstance(row[name], list) and isinstance(passages, list)
+                values = row[name] if is_list else [row[name]] * num_passages
+                scores[name] = [_WORDS_FOR_NUMBERS.get(_fold(str(v)), v) for v in values]
         if self._min_score is not None:
             if not scores:
                 raise _make_missing_field_fault("score", row)
-            return parse_number(next(iter(scores.values()))) >= self._min_score
+            first_name = next(iter(scores))
+            scores = {first_name: scores[first_name]}
         # `sentence1` is a field of sentence-transformers' scored pairs, in which a low score marks
         # a pair without match.
-        if scores and "sentence1" in chosen:
+        elif scores and "sentence1" in chosen:
             raise Fault("a pair with a score", _MIN_SCORE_REMEDY)
-        for name, score in scores.items():
-            # Negative numbers that are not whole are scores, such as a cross-encoder's.
-            if _is_number(score) and float(score) <= 0 and float(score).is_integer():
+        is_match = [True] * num_passages
+        for name, values in scores.items():
+            if self._min_score is None and values and not any(map(_is_number, values)):
+                continue  # texts, such as topics
+            if len(values) != num_passages:
+                detail = f"{name} has {len(values)}, and {chosen[1]} {num_passages}"
+                raise Fault("not a label for each passage", detail)
+            if self._min_score is not None:
+                found = [parse_number(value) >= self._min_score for value in values]
+            elif isinstance(row[name], list):
+                found = [parse_number(value) > 0 for value in values]
+            else:
+                # Negative numbers that are not whole are scores, such as a cross-encoder's.
+                found = [float(value) > 0 or not float(value).is_integer() for value in values]
+            is_match = [before and now for before, now in zip(is_match, found, strict=True)]
+            if self._min_score is None and not any(is_match):
                 raise Fault(f"a pair with {name} 0", _MIN_SCORE_REMEDY)
-        return True
+        return is_match
 
     def _parse_teacher_scores(
         self, row: Mapping[str, Any], positives: list[ScoredText], negatives: list[ScoredText]
