@@ -821,6 +821,9 @@ def write_beir(
     without such a document, documents with the same words are its copies: those that differ only in
     punctuation or in tags of HTML. Positives without any copy in the haystack are added to it.
 
+    A query whose own text is a document gets the id of this document, unless the document is
+    relevant to it. An evaluation ignores the document with the id of the query, as in BEIR.
+
     Args:
         training_positives: the normalised positives of training, see `_write_kinds`.
 
@@ -828,49 +831,55 @@ def write_beir(
         The number of documents, how many of them are positives that the haystack lacked, and the
         number of known queries.
     """
+    queries: dict[str, str] = {}  # texts by the normalised text
     positives: dict[str, str] = {}
     for record in records:
+        queries.setdefault(normalise(record.query), record.query)
         for positive in record.positives:
             positives.setdefault(normalise(positive), positive)
-    ids_of_positive: dict[str, list[str]] = {text: [] for text in positives}
+    ids_of_text: dict[str, list[str]] = {text: [] for text in (*queries, *positives)}
     documents = []
     for document in haystack:
-        for text in _get_texts(document) & positives.keys():
-            ids_of_positive[text].append(document.id)
+        for text in _get_texts(document) & ids_of_text.keys():
+            ids_of_text[text].append(document.id)
         documents.append(document)
     ids_by_words: dict[str, list[str]] = {}
-    for text, ids in ids_of_positive.items():
-        if not ids:
+    for text in positives:
+        if not ids_of_text[text]:
             ids_by_words[get_words(text)] = []
     for document in documents if ids_by_words else []:
         for words in set(map(get_words, _get_texts(document))) & ids_by_words.keys():
             ids_by_words[words].append(document.id)
     num_added = 0
-    for text, ids in ids_of_positive.items():
+    for text, positive in positives.items():
+        ids = ids_of_text[text]
         if not ids:
             ids.extend(ids_by_words[get_words(text)])
         if not ids:
-            document = Passage(_make_document_id(text), "", positives[text])
+            document = Passage(_make_document_id(text), "", positive)
             documents.append(document)
             ids.append(document.id)
             num_added += 1
 
-    queries: dict[str, tuple[str, str]] = {}  # id and text, by the normalised text
-    judgements: dict[tuple[str, str], None] = {}  # an ordered set of query id and document id
+    grades: dict[str, dict[str, int]] = {query: {} for query in queries}
     for record in records:
-        text = normalise(record.query)
-        if text not in queries:
-            queries[text] = (f"q{len(queries)}", record.query)
-        query_id = queries[text][0]
         for positive in record.positives:
-            for document_id in ids_of_positive[normalise(positive)]:
-                judgements[query_id, document_id] = None
-
-    qrels_lines = [f"{query_id}\t{document_id}\t1\n" for query_id, document_id in judgements]
-    _write_beir_files(folder, documents, dict(queries.values()), qrels_lines)
+            relevant_ids = ids_of_text[normalise(positive)]
+            grades[normalise(record.query)].update(dict.fromkeys(relevant_ids, 1))
+    document_ids = {document.id for document in documents}
+    free_ids = (f"q{number}" for number in count() if f"q{number}" not in document_ids)
     qrels: dict[str, dict[str, int]] = {}
-    for query_id, document_id in judgements:
-        qrels.setdefault(query_id, {})[document_id] = 1
+    for query, judgements in grades.items():
+        own_ids = [
+            name for name in ids_of_text[query] if name not in judgements and name not in qrels
+        ]
+        qrels[own_ids[0] if own_ids else next(free_ids)] = judgements
+    qrels_lines = []
+    for query_id, judgements in qrels.items():
+        qrels_lines += [f"{query_id}\t{document_id}\t1\n" for document_id in judgements]
+    _write_beir_files(
+        folder, documents, dict(zip(qrels, queries.values(), strict=True)), qrels_lines
+    )
     return len(documents), num_added, _write_kinds(folder, qrels, documents, training_positives)
 
 
