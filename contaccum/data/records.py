@@ -11,9 +11,8 @@ import json
 import os
 import re
 from collections.abc import Iterator, Mapping, Sequence
-from functools import partial
 from pathlib import Path
-from typing import Any, NamedTuple, cast, get_args
+from typing import Any, Literal, NamedTuple, cast, get_args
 
 from contaccum.data.beir import (
     convert_llama_index,
@@ -98,9 +97,12 @@ _MIN_SCORE_REMEDY = (
 _LIST = re.compile(r"""\[\]|[\[{]\s*[\[{]?['"].*[\]}]""", re.DOTALL)
 """A list or an object of texts, as pandas writes it into a cell."""
 
-# Field names of a corpus, the usual one first.
-_CORPUS_ID_FIELDS = ("_id", "id", "docid", "doc_id", "pid", "passage_id")
-_CORPUS_TEXT_FIELDS = ("text", "passage", "contents")
+CORPUS_FIELDS = {
+    "id": ("_id", "id", "docid", "doc_id", "pid", "passage_id"),
+    "text": ("text", "passage", "contents"),
+    "title": ("title",),
+}
+"""As `FIELDS`, for the documents of a corpus."""
 
 
 class Record(NamedTuple):
@@ -283,6 +285,9 @@ def read_records(
     return source.records(report or RecordReport())
 
 
+Columns = Mapping[str, str] | Sequence[str] | None
+"""Names of columns by role, as `parse_columns` takes them."""
+
 ScoredText = tuple[str, Any]
 """The text of a passage, and the unparsed value of its field "score", or None."""
 
@@ -309,7 +314,7 @@ class RecordSource:
         path: AnyPath,
         data_format: str | None = None,
         split: str = "train",
-        columns: Mapping[str, str] | Sequence[str] | None = None,
+        columns: Columns = None,
         needs_scores: bool = False,
         min_score: float | None = None,
     ) -> None:
@@ -325,16 +330,8 @@ class RecordSource:
         self._first_record: Record | None = None
         self._unused_fields: list[str] = []
         self._chosen: tuple[str, str] | None = None  # names of the query's and positive's fields
-        # A column that `columns` gives a role is not used for another role, even if its name is a
-        # usual name there.
-        assigned_names = set(self._columns.values())
-        self._unseen_names = set(assigned_names)
-        self._names: dict[str, list[str]] = {}
-        for role, usual_names in FIELDS.items():
-            if role in self._columns:
-                self._names[role] = [self._columns[role]]
-            else:
-                self._names[role] = [name for name in usual_names if name not in assigned_names]
+        self._unseen_names = set(self._columns.values())
+        self._names = _list_names(FIELDS, self._columns)
         if self.data_format == "beir" and (self._columns or min_score is not None or needs_scores):
             raise ConfigError(
                 f"{self.path}: BEIR data have no fields for data_columns, min_score or distill "
@@ -574,6 +571,21 @@ class RecordSource:
             return None
 
 
+def _list_names(
+    fields: Mapping[str, Sequence[str]], columns: Mapping[str, str]
+) -> dict[str, list[str]]:
+    """Return {role: names of the field}: the column of the role, or else its usual names."""
+    # A column that has a role is not used for another one, even if its name is a usual name there.
+    assigned_names = set(columns.values())
+    names = {}
+    for role, usual_names in fields.items():
+        if role in columns:
+            names[role] = [columns[role]]
+        else:
+            names[role] = [name for name in usual_names if name not in assigned_names]
+    return names
+
+
 def _make_missing_field_fault(role: str, row: Mapping[str, Any]) -> Fault:
     fields = quoted(", ".join(row), 200)
     return Fault(f"missing {role}", f"its fields are {fields}; set --data_columns {role}=NAME")
@@ -613,19 +625,24 @@ def _is_number(value: Any) -> bool:
     return True
 
 
-def parse_columns(columns: Mapping[str, str] | Sequence[str] | None) -> dict[str, str]:
+def parse_columns(
+    columns: Columns, option: Literal["data_columns", "corpus_columns"] = "data_columns"
+) -> dict[str, str]:
     """Return column names by role.
 
     Args:
         columns: a mapping, a list of words ``ROLE=NAME``, or a list of one JSON object such as
             ``'{"query": "user_text"}'``; None: no columns.
+        option: "data_columns" for the roles of `FIELDS`, "corpus_columns" for those of
+            `CORPUS_FIELDS`.
 
     Raises:
-        ConfigError: for a role that `FIELDS` does not have, a role with several columns, or words
-            of another form.
+        ConfigError: for a role that does not exist, a role with several columns, or words of
+            another form.
     """
     if not columns:
         return {}
+    fields = FIELDS if option == "data_columns" else CORPUS_FIELDS
     pairs: list[Any]
     try:
         if isinstance(columns, Mapping):
@@ -637,39 +654,43 @@ def parse_columns(columns: Mapping[str, str] | Sequence[str] | None) -> dict[str
         name_by_role = dict(pairs)
     except ValueError as error:
         raise ConfigError(
-            f"data_columns: neither ROLE=NAME nor one JSON object: {quoted(columns)} "
-            '(for example query=user_text, or {"query": "user_text"})'
+            f"{option}: neither ROLE=NAME nor one JSON object: {quoted(columns)} "
+            '(for example title=heading, or {"title": "heading"})'
         ) from error
     for role in name_by_role:
-        check_choice("data_columns: a role", role, FIELDS)
+        check_choice(f"{option}: a role", role, fields)
     has_names_only = all(isinstance(name, str) for name in name_by_role.values())
     if len(pairs) > len(name_by_role) or not has_names_only:
         raise ConfigError(
-            f"data_columns: {quoted(columns)}: a role has the name of one column (rename several "
+            f"{option}: {quoted(columns)}: a role has the name of one column (rename several "
             "columns of negatives to negative_1, negative_2, ...)"
         )
     return name_by_role
 
 
 def read_passages(
-    path: AnyPath, report: RecordReport, may_be_blank: bool = False
+    path: AnyPath, report: RecordReport, may_be_blank: bool = False, columns: Columns = None
 ) -> Iterator[Passage]:
     """Yield every passage of a corpus, in the order of the file. Repeated ids are not refused.
 
     Args:
         path: one of these:
             - a BEIR folder, or a file of LlamaIndex;
-            - a jsonl file, plain or gzip, with the fields `_id` (or `id`, `docid`), `title`,
-              `text`;
+            - a jsonl file or a JSON array, plain or gzip, with the fields `_id` (or `id`,
+              `docid`), `title`, `text`;
             - a table, plain or gzip, whose header has these names, as DPR publishes it;
             - a parquet file or a Hugging Face dataset with these columns.
         report: receives the counts of used and bad records.
         may_be_blank: True to yield passages without title and text, which published sets have;
             False: they are bad records.
+        columns: {role: column name} for columns with unusual names, such as {"text": "content"};
+            see `parse_columns`. The roles and their usual names are in `CORPUS_FIELDS`.
 
     Raises:
+        ConfigError: for columns that cannot be used.
         DataError: for a corpus that cannot be read, or a bad record under "stop".
     """
+    columns = parse_columns(columns, "corpus_columns")
     path = Path(os.path.expanduser(path))
     if is_llama_index_file(path):
         path = convert_llama_index(path, "test")
@@ -684,20 +705,28 @@ def read_passages(
             data_format = "parquet"
         elif head.startswith(b"{"):
             data_format = "pairs"  # JSON lines
-    rows = _read_rows(path, data_format, split=None)
-    return parse_rows(path, rows, partial(_parse_passage, may_be_blank=may_be_blank), report)
+        elif head.startswith(b"["):
+            data_format = "dpr"  # a JSON array
+    names = _list_names(CORPUS_FIELDS, columns)
+    required_roles = {"id", "text", *columns}
 
+    def parse_passage(row: Mapping[str, Any]) -> Passage:
+        for role in sorted(required_roles):
+            if set(names[role]).isdisjoint(row):
+                fields = quoted(", ".join(row), 200)
+                expected = ", ".join(names[role])
+                raise Fault(
+                    f"missing {role}",
+                    f"its fields are {fields}, and none is {expected}; rename one, or for "
+                    f"documents set --corpus_columns {role}=NAME",
+                )
+        required_roles.discard("title")  # later documents may have none
+        identifier = parse_id(get_first_value(row, names["id"]), "id")
+        title = parse_text(get_first_value(row, names["title"]), "title", may_be_blank=True)
+        text = parse_text(get_first_value(row, names["text"]), "text", may_be_blank=True)
+        passage = Passage(identifier, title, text)
+        if not passage.passage and not may_be_blank:
+            raise Fault("empty passage", quoted(passage.id))
+        return passage
 
-def _parse_passage(row: Mapping[str, Any], may_be_blank: bool) -> Passage:
-    for name, expected_fields in (("text", _CORPUS_TEXT_FIELDS), ("id", _CORPUS_ID_FIELDS)):
-        if set(expected_fields).isdisjoint(row):
-            fields = quoted(", ".join(row), 200)
-            expected = ", ".join(expected_fields)
-            raise Fault(f"missing {name}", f"its fields are {fields}; use one of {expected}")
-    identifier = parse_id(get_first_value(row, _CORPUS_ID_FIELDS), "id")
-    title = parse_text(row.get("title"), "title", may_be_blank=True)
-    text = parse_text(get_first_value(row, _CORPUS_TEXT_FIELDS), "text", may_be_blank=True)
-    passage = Passage(identifier, title, text)
-    if not passage.passage and not may_be_blank:
-        raise Fault("empty passage", quoted(passage.id))
-    return passage
+    return parse_rows(path, _read_rows(path, data_format, split=None), parse_passage, report)

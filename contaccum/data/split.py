@@ -46,7 +46,14 @@ from contaccum.data.near_duplicates import (
     group_records,
     normalise,
 )
-from contaccum.data.records import SPLIT_RECORD, Passage, Record, RecordSource, read_passages
+from contaccum.data.records import (
+    SPLIT_RECORD,
+    Columns,
+    Passage,
+    Record,
+    RecordSource,
+    read_passages,
+)
 from contaccum.data.rows import RecordReport
 from contaccum.errors import ConfigError, DataError, quoted
 from contaccum.files import (
@@ -223,6 +230,7 @@ def split_data(
     report: RecordReport | None = None,
     show_progress: bool = False,
     stores_records: bool = False,
+    corpus_columns: Columns = None,
 ) -> Split:
     """Write a split of training data to a new folder.
 
@@ -242,6 +250,7 @@ def split_data(
         show_progress: True for a progress bar.
         stores_records: True to store the training records for `load_training_data`, so that no
             training on train.jsonl parses it again.
+        corpus_columns: names of the columns of ``corpus``; see `read_passages`.
 
     Raises:
         ConfigError: for settings that do not fit the data, or an ``output`` that exists.
@@ -262,7 +271,9 @@ def split_data(
         published_test = load_beir_folder(
             data.path, "test", report=report, texts_report=texts_report
         )
-    corpus_documents = _read_corpus(data, corpus, published_test, settings, report)
+    if corpus_columns and corpus is None:
+        raise ConfigError("corpus_columns: there is no corpus (drop it, or give a corpus)")
+    corpus_documents = _read_corpus(data, corpus, corpus_columns, published_test, settings, report)
 
     by_query = published_test is not None and _shares_passages(records, published_test)
     grouping = group_records(
@@ -357,6 +368,7 @@ def _shares_passages(records: Sequence[Record], test: BeirDataset) -> bool:
 def _read_corpus(
     data: RecordSource,
     corpus: AnyPath | None,
+    corpus_columns: Columns,
     published_test: BeirDataset | None,
     settings: SplitSettings,
     report: RecordReport,
@@ -375,7 +387,7 @@ def _read_corpus(
             )
         return [Passage(name, **document) for name, document in published_test.corpus.items()]
     if corpus is not None:
-        passages = read_passages(corpus, report)
+        passages = read_passages(corpus, report, columns=corpus_columns)
     elif data.data_format == "beir":
         corpus = data.path
         # The training records have counted its documents already. Published sets have blank ones.

@@ -13,7 +13,7 @@ from small_data import read_lines, write_beir, write_lines, write_qrels
 from contaccum.cli import main
 from contaccum.data import load_beir_folder, load_training_data
 from contaccum.data.near_duplicates import Grouping, group_queries, normalise
-from contaccum.data.records import RecordSource
+from contaccum.data.records import RecordSource, parse_columns
 from contaccum.data.rows import RecordReport
 from contaccum.data.split import (
     SplitSettings,
@@ -23,6 +23,7 @@ from contaccum.data.split import (
 )
 from contaccum.errors import ConfigError, DataError
 from contaccum.evaluation.evaluator import RetrievalEvaluator
+from contaccum.experiments.folds import Pairs
 from contaccum.retrieval.bm25 import fuse_runs
 
 SHIPPED = Path(__file__).parents[2] / "contaccum" / "data" / "scifact"
@@ -860,6 +861,26 @@ def test_unusable_documents_are_counted_once(tmp_path):
     split_data(RecordSource(pairs), tmp_path / "split", corpus=corpus, report=report)
     assert report.seen == 22
     assert report.reported == 1
+
+
+def test_the_columns_of_a_corpus_are_named_in_split_and_fit(tmp_path, capsys):
+    pairs = write_lines(tmp_path / "pairs.jsonl", make_pairs(40))
+    rows = [{"chunk": f"c{i}", "content": text} for i, text in enumerate(sentences(30))]
+    corpus = tmp_path / "chunks.json"
+    corpus.write_text(json.dumps(rows))
+    words = ["id=chunk", "text=content"]
+    argv = ["split", str(pairs), str(tmp_path / "split"), "--no_progress", "--corpus_columns"]
+    assert main([*argv, *words, "--corpus", str(corpus)]) == 0
+    columns = parse_columns(words, "corpus_columns")
+    Pairs(pairs, corpus, columns).hold_out(tmp_path / "fit")
+    for folder in (tmp_path / "split", tmp_path / "fit"):
+        ids = load_beir_folder(folder / "test").corpus.keys()
+        assert {row["chunk"] for row in rows} <= ids
+    # The columns of a corpus that is not given.
+    assert main(["split", str(pairs), str(tmp_path / "other"), "--corpus_columns", *words]) == 2
+    assert "corpus_columns" in capsys.readouterr().err
+    with pytest.raises(ConfigError, match="corpus_columns is set"):
+        Pairs(tmp_path / "split", corpus_columns=columns).hold_out(tmp_path / "copy")
 
 
 def test_empty_documents_of_a_beir_folder_stay_in_the_haystacks(tmp_path):
