@@ -33,7 +33,7 @@ def run(argv: Sequence[str]) -> int:
     settings: dict[str, Any] = {"on_bad_record": args.on_bad_record, **source}
     settings["corpus_columns"] = args.corpus_columns
     data = mining.load_mining_data(settings.pop("path"), args.corpus, **settings)
-    print(f"{args.data}: {data.record['records']}", flush=True)
+    print(data.record["records"], flush=True)
     model = None
     if args.model is not None:
         model = load_model(args.model, args)

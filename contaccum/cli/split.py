@@ -37,8 +37,8 @@ def run(argv: Sequence[str]) -> int:
     )
 
     print(f"{args.data}: {source.describe_first_record()}")
-    if report.reported:
-        print(f"{args.data}: {report.summary()}")
+    if report.reported or report.repeated.total():
+        print(report.summary())
     for warning in split.warnings():
         print(f"warning: {warning}")
     print(split.summary())

@@ -156,8 +156,8 @@ class Pairs:
             corpus_columns=self.corpus_columns,
         )
         lines = [f"{self.path}: {pairs.describe_first_record()}"]
-        if report.reported:
-            lines.append(f"{self.path}: {report.summary()}")
+        if report.reported or report.repeated.total():
+            lines.append(report.summary())
         return lines
 
     def _copy_split(self, folder: Path) -> None:

@@ -133,7 +133,7 @@ def test_two_processes_write_the_store_of_one_process(root, store_folder, tmp_pa
     # Rank 0 has the shards of 16 and 13 rows, rank 1 the shard of 16 rows between them.
     assert "29 encoded by rank 0" in done.stdout
     assert "16 encoded by rank 1" in done.stdout
-    assert done.stdout.count("45 records") == 1
+    assert done.stdout.count("45 records in ") == 1
     assert "written:" in done.stdout
 
 

@@ -11,7 +11,7 @@ from sample_texts import sentences
 from small_data import read_lines, write_beir, write_lines, write_qrels
 
 from contaccum.cli import main
-from contaccum.data import load_beir_folder, load_training_data
+from contaccum.data import load_beir_folder, load_training_data, load_training_sets
 from contaccum.data.near_duplicates import Grouping, group_queries, normalise
 from contaccum.data.records import RecordSource, parse_columns
 from contaccum.data.rows import RecordReport
@@ -881,6 +881,26 @@ def test_the_columns_of_a_corpus_are_named_in_split_and_fit(tmp_path, capsys):
     assert "corpus_columns" in capsys.readouterr().err
     with pytest.raises(ConfigError, match="corpus_columns is set"):
         Pairs(tmp_path / "split", corpus_columns=columns).hold_out(tmp_path / "copy")
+
+
+def test_counts_name_the_file_of_the_records_and_repeated_records(tmp_path, capsys):
+    records = make_pairs(40)
+    pairs = write_lines(tmp_path / "pairs.jsonl", [*records, {"query": "a"}, *records[:3]])
+    documents = [{"_id": "1", "text": "one"}, {"_id": "2", "text": ""}]
+    corpus = write_lines(tmp_path / "corpus.jsonl", documents)
+    argv = ["split", str(pairs), str(tmp_path / "split"), "--on_bad_record", "skip"]
+    assert main([*argv, "--corpus", str(corpus), "--no_progress"]) == 0
+    line = f"44 records in {pairs} (3 repeated), 2 records in {corpus}: 44 used, 2 left out (1 "
+    assert line in capsys.readouterr().out
+    # Repeated records are said without bad ones too, and by a training that reads no file again.
+    write_lines(pairs, [*records, *records])
+    [_, counts] = Pairs(pairs).hold_out(tmp_path / "fit")
+    assert counts == f"80 records in {pairs} (40 repeated): 80 used, 0 left out"
+    for train_file in (tmp_path / "fit" / "train.jsonl", tmp_path / "copy.jsonl"):
+        if not train_file.exists():
+            train_file.write_bytes((tmp_path / "fit" / "train.jsonl").read_bytes())
+        summary = load_training_sets({"a": {"path": train_file}}).summary()
+        assert summary == f"a: 56 records in {train_file} (28 repeated): 56 used, 0 left out"
 
 
 def test_empty_documents_of_a_beir_folder_stay_in_the_haystacks(tmp_path):
