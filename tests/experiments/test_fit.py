@@ -932,6 +932,15 @@ def test_the_results_in_a_folder_do_not_allow_remote_code(root, tmp_path, monkey
     assert seen == [False]
 
 
+def test_a_column_that_the_corpus_lacks_is_refused_with_those_that_it_has(root, tmp_path, capsys):
+    corpus = str(root / "more.jsonl")
+    arguments = ["fit", str(root / "pairs.jsonl"), "--model", str(root / "fresh")]
+    arguments += ["--output", str(tmp_path / "out"), "--use_cpu", "true", "--corpus", corpus]
+    assert main([*arguments, "--corpus_columns", "id=query", "text=passage"]) == 2
+    error = capsys.readouterr().err.strip().splitlines()[-1]
+    assert f"{corpus}:1: missing text: its fields are 'query, positive'" in error
+
+
 def test_refused_data_can_be_corrected_and_used_in_the_same_folder(root, tmp_path, monkeypatch):
     data = write_lines(tmp_path / "pairs.jsonl", [{"query": "a question", "positive": "a text"}])
     options = {"model": str(root / "fresh"), "output": tmp_path / "out", "use_cpu": True}
