@@ -127,7 +127,8 @@ def test_model_that_learns_is_better(root, trained):
         assert verdict.queries == pytest.approx(50, abs=4)
     lines = (root / "printed.txt").read_text().splitlines()
     assert ": the first record is query=" in lines[0]
-    assert re.match(r"held out: 18 dev and 102 test queries \(10 and 50 on known", lines[1])
+    assert lines[1].endswith("questions.jsonl (1 repeated): 200 used, 0 left out")
+    assert re.match(r"held out: 18 dev and 102 test queries \(10 and 50 on known", lines[2])
     baselines_pattern = r"BM25 0\.000   \S*fresh 0\.\d{3}   both 0\.\d{3}   \(nDCG@10 on dev\)"
     assert any(re.match(baselines_pattern, line) for line in lines)
     assert lines[-4].startswith("BETTER on new documents: nDCG@10 0.")
