@@ -30,7 +30,7 @@ from tqdm.auto import tqdm
 from contaccum.data import Passage, RecordReport, load_beir_folder, read_passages
 from contaccum.data.beir import OUTSIDE_CORPUS
 from contaccum.data.near_duplicates import normalise
-from contaccum.data.records import RecordSource
+from contaccum.data.records import Columns, RecordSource
 from contaccum.data.rows import Fault, OnBadRecord, parse_text
 from contaccum.errors import ConfigError, DataError, UserError, check_choice
 from contaccum.files import AnyPath, Fingerprint, require_writable, write_json, write_text
@@ -192,6 +192,7 @@ def load_mining_data(
     on_bad_record: OnBadRecord = "stop",
     columns: Mapping[str, str] | None = None,
     min_score: float | None = None,
+    corpus_columns: Columns = None,
 ) -> MiningData:
     """Load queries with their known positives, and the passages that are searched for negatives.
 
@@ -203,7 +204,7 @@ def load_mining_data(
         source: training data in any format that `read_records` reads; or records in memory, each a
             mapping with "query" (a text), "positive", and, if it has any, "negatives" or "negative"
             (each a text, or a list of texts).
-        corpus: a file of passages, or a BEIR folder, as `read_passages` reads them.
+        corpus, corpus_columns: passages and the names of their columns; see `read_passages`.
         data_format, split, columns, min_score: see `read_records`.
         on_bad_record: "stop" raises an error at the first bad record, "skip" counts it.
 
@@ -242,7 +243,7 @@ def load_mining_data(
                 for row in data_source.records(report)
             )
     if corpus is not None:
-        pool = read_passages(corpus, report, may_be_blank=True)
+        pool = read_passages(corpus, report, may_be_blank=True, columns=corpus_columns)
 
     content = Fingerprint()
     documents: list[Passage] = []

@@ -484,6 +484,15 @@ def test_a_separate_corpus_is_the_whole_pool(tmp_path):
     assert get_ids(data, data.excluded[0]) == ["d0", "d2", "d3"]
 
 
+def test_the_columns_of_a_separate_corpus_may_have_other_names(tmp_path):
+    corpus = tmp_path / "chunks.json"
+    corpus.write_text(json.dumps([{"chunk": 7, "content": "Nothing of the kind"}]))
+    columns = {"id": "chunk", "text": "content"}
+    pairs = [{"query": "q", "positive": "It is blue."}]
+    data = load_mining_data(pairs, corpus, corpus_columns=columns)
+    assert [document.id for document in data.documents[: data.pool_size]] == ["7"]
+
+
 def test_a_positive_that_a_separate_corpus_lacks_is_not_in_the_pool(tmp_path):
     pairs = write_lines(tmp_path / "p.jsonl", [{"query": "q", "positive": "It is blue."}])
     other = write_lines(tmp_path / "other.jsonl", [{"_id": "x", "text": "Nothing of the kind"}])

@@ -32,7 +32,7 @@ def run(argv: Sequence[str]) -> int:
     from contaccum.retrieval.store import EmbeddingStore, check_folder, write_parquet
 
     # Input and output are checked before a model is loaded.
-    require_texts(args.corpus, args.on_bad_record)
+    require_texts(args.corpus, args.on_bad_record, args.corpus_columns)
     check_folder(args.output)
     # Join the process group of torchrun or `accelerate launch`. Without --device, each rank on a
     # machine has a GPU of its own, or all ranks use the CPU. Without cpu=True on a machine without
@@ -56,6 +56,7 @@ def run(argv: Sequence[str]) -> int:
             shard_size=args.shard_size,
             overwrite=args.overwrite and rank == 0,
             on_bad_record=args.on_bad_record,
+            columns=args.corpus_columns,
         )
     # One rank may need hours more than another, so waiting in a collective could time out.
     state.destroy_process_group()
@@ -82,7 +83,8 @@ def run(argv: Sequence[str]) -> int:
     if args.bm25:
         writers.append(bm25.write_index)
     for write in writers if is_finished else []:
-        passages = read_texts(args.corpus, "document", RecordReport(args.on_bad_record))
+        report = RecordReport(args.on_bad_record)
+        passages = read_texts(args.corpus, "document", report, args.corpus_columns)
         folder = write(EmbeddingStore.open(args.output), passages, show_progress)
         print(f"written: {folder}")
     return 0
@@ -95,6 +97,7 @@ def _parse_arguments(argv: Sequence[str]) -> argparse.Namespace:
     parser = Parser(
         "encode",
         "Encode a corpus of any size into a memory-mapped store of embeddings.",
+        "corpus_columns",
         "passage_max_length",
         *ENCODING_OPTIONS,
         usage="contaccum encode MODEL --corpus PATH --output FOLDER [OPTIONS]",
@@ -105,7 +108,7 @@ def _parse_arguments(argv: Sequence[str]) -> argparse.Namespace:
         type=Path,
         required=True,
         metavar="PATH",
-        help="jsonl, psgs_w100.tsv (plain or gzip), or a BEIR folder",
+        help="documents: jsonl, a JSON array or a table (plain or gzip), parquet, or a BEIR folder",
     )
     parser.add_argument(
         "--output", type=Path, required=True, metavar="FOLDER", help="folder of the store"

@@ -31,8 +31,9 @@ def run(argv: Sequence[str]) -> int:
     # A list with one set, because --data names a single set.
     [source] = parse_training_sets([args.data], defaults).values()
     settings: dict[str, Any] = {"on_bad_record": args.on_bad_record, **source}
+    settings["corpus_columns"] = args.corpus_columns
     data = mining.load_mining_data(settings.pop("path"), args.corpus, **settings)
-    print(f"{args.data}: {data.record['records']}", flush=True)
+    print(data.record["records"], flush=True)
     model = None
     if args.model is not None:
         model = load_model(args.model, args)
@@ -79,6 +80,7 @@ def _parse_arguments(argv: Sequence[str]) -> argparse.Namespace:
         "mine",
         "Mine hard negatives for training data: passages that score high for a query and are not "
         "known to be relevant.",
+        "corpus_columns",
         "similarity",
         "passage_max_length",
         *ENCODING_OPTIONS,

@@ -158,6 +158,11 @@ def parse_positive_int(text: str) -> int:
 
 
 SHARED_OPTIONS: dict[str, dict[str, Any]] = {
+    "corpus_columns": {
+        "nargs": "+",
+        "metavar": "ROLE=NAME",
+        "help": "column names in the corpus, such as id=chunk_id text=content title=heading",
+    },
     "batch_size": {
         "type": parse_positive_int,
         "default": 32,

@@ -26,11 +26,19 @@ def run(argv: Sequence[str]) -> int:
     [source_settings] = parse_training_sets([args.data], defaults).values()
     report = RecordReport(args.on_bad_record)
     source = RecordSource(**source_settings)
-    split = split_data(source, args.output, settings, args.corpus, report, not args.no_progress)
+    split = split_data(
+        source,
+        args.output,
+        settings,
+        args.corpus,
+        report,
+        not args.no_progress,
+        corpus_columns=args.corpus_columns,
+    )
 
     print(f"{args.data}: {source.describe_first_record()}")
-    if report.reported:
-        print(f"{args.data}: {report.summary()}")
+    if report.reported or report.repeated.total():
+        print(report.summary())
     for warning in split.warnings():
         print(f"warning: {warning}")
     print(split.summary())
@@ -51,6 +59,7 @@ def _parse_arguments(argv: Sequence[str]) -> argparse.Namespace:
         "split",
         "Hold out dev and test sets from training data. Training records that share a text with "
         "them are left out of train.jsonl.",
+        "corpus_columns",
         "on_bad_record",
         "no_progress",
         usage="contaccum split DATA DIR [OPTIONS]",

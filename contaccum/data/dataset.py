@@ -19,7 +19,13 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from contaccum.data.records import DataFormat, Record, RecordSource, parse_columns
+from contaccum.data.records import (
+    DataFormat,
+    Record,
+    RecordSource,
+    count_repeated,
+    parse_columns,
+)
 from contaccum.data.rows import OnBadRecord, RecordReport
 from contaccum.data.sampling import (
     TOO_FEW,
@@ -82,7 +88,10 @@ def store_records(
     def generate() -> Iterator[dict[str, Any]]:
         contents = {name: Fingerprint() for name in ("texts", "negatives", "scores")}
         num_records = 0
-        for record in source.records(report) if records is None else records:
+        parsed = source.records(report)
+        if records is not None:
+            parsed = count_repeated(records, source.path, report)
+        for record in parsed:
             num_records += 1
             contents["texts"].add(record.query, *record.positives, "")
             contents["negatives"].add(*record.negatives, "")
@@ -91,7 +100,7 @@ def store_records(
             query_id, *positive_ids = text_ids([record.query, *record.positives]).tolist()
             yield {**record._asdict(), "query_id": query_id, "positive_ids": positive_ids}
         if records is not None:
-            report.seen = num_records
+            report.by_file[str(source.path)] = num_records
         report.refuse_if_nothing_left(source.path, num_records, "training pairs")
         hashes = {name: content.hex() for name, content in contents.items()}
         last_row = dict.fromkeys(features)

@@ -10,10 +10,12 @@ from __future__ import annotations
 import json
 import os
 import re
-from collections.abc import Iterator, Mapping, Sequence
-from functools import partial
+from array import array
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any, NamedTuple, cast, get_args
+from typing import Any, Literal, NamedTuple, cast, get_args
+
+import numpy as np
 
 from contaccum.data.beir import (
     convert_llama_index,
@@ -54,7 +56,7 @@ _SAVED_DATASET_FILES = ("state.json", "dataset_dict.json")
 
 _HUB_NAME = r"([\w.-]+/)?[\w-]+(\.[0-9][\w.-]*)?(:[\w.-]+)?"
 
-_CACHE_VERSION = 15
+_CACHE_VERSION = 16
 """Version of the readers and the stored records. Increase it when either changes, so that records
 of an older version are not used."""
 
@@ -72,8 +74,8 @@ _USUAL_NAMES = {
     "scores": "scores",
     "positive_scores": "positive_scores positive_score pos_scores",
     "negative_scores": "negative_scores neg_scores",
-    # Score or label of a pair; it is a match if the score is at least `min_score`. These names are
-    # compared without case, blanks and underscores.
+    # Score or label of a pair, or a list of them for a list of passages. It is a match if the score
+    # is at least `min_score`. These names are compared without case, blanks and underscores.
     "score": "score label labels relevance relevant is_relevant rel match is_match similarity "
     "is_similar is_positive is_duplicate grade rating",
 }
@@ -98,9 +100,12 @@ _MIN_SCORE_REMEDY = (
 _LIST = re.compile(r"""\[\]|[\[{]\s*[\[{]?['"].*[\]}]""", re.DOTALL)
 """A list or an object of texts, as pandas writes it into a cell."""
 
-# Field names of a corpus, the usual one first.
-_CORPUS_ID_FIELDS = ("_id", "id", "docid", "doc_id", "pid", "passage_id")
-_CORPUS_TEXT_FIELDS = ("text", "passage", "contents")
+CORPUS_FIELDS = {
+    "id": ("_id", "id", "docid", "doc_id", "pid", "passage_id"),
+    "text": ("text", "passage", "contents"),
+    "title": ("title",),
+}
+"""As `FIELDS`, for the documents of a corpus."""
 
 
 class Record(NamedTuple):
@@ -145,6 +150,20 @@ class Passage(NamedTuple):
     def passage(self) -> str:
         """The title, a space and the text in one string, which the model encodes."""
         return passage_text(self.title, self.text)
+
+
+def count_repeated(
+    records: Iterable[Record], path: AnyPath, report: RecordReport
+) -> Iterator[Record]:
+    """Yield the records of a file; then count those that equal an earlier one in the report.
+
+    Memory holds 8 bytes for each record: two different ones have the same hash in rare cases only.
+    """
+    hashes = array("q")
+    for record in records:
+        hashes.append(hash(str(record)))
+        yield record
+    report.repeated[str(path)] += len(hashes) - len(np.unique(hashes))
 
 
 def sniff_format(source: AnyPath, columns: Mapping[str, str] | None = None) -> DataFormat:
@@ -284,6 +303,9 @@ def read_records(
     return source.records(report or RecordReport())
 
 
+Columns = Mapping[str, str] | Sequence[str] | None
+"""Names of columns by role, as `parse_columns` takes them."""
+
 ScoredText = tuple[str, Any]
 """The text of a passage, and the unparsed value of its field "score", or None."""
 
@@ -310,7 +332,7 @@ class RecordSource:
         path: AnyPath,
         data_format: str | None = None,
         split: str = "train",
-        columns: Mapping[str, str] | Sequence[str] | None = None,
+        columns: Columns = None,
         needs_scores: bool = False,
         min_score: float | None = None,
     ) -> None:
@@ -327,16 +349,8 @@ class RecordSource:
         self._fields: list[str] = []  # of the first record
         self._unused_fields: list[str] = []
         self._chosen: tuple[str, str] | None = None  # names of the query's and positive's fields
-        # A column that `columns` gives a role is not used for another role, even if its name is a
-        # usual name there.
-        assigned_names = set(self._columns.values())
-        self._unseen_names = set(assigned_names)
-        self._names: dict[str, list[str]] = {}
-        for role, usual_names in FIELDS.items():
-            if role in self._columns:
-                self._names[role] = [self._columns[role]]
-            else:
-                self._names[role] = [name for name in usual_names if name not in assigned_names]
+        self._unseen_names = set(self._columns.values())
+        self._names = _list_names(FIELDS, self._columns)
         if self.data_format == "beir" and (self._columns or min_score is not None or needs_scores):
             raise ConfigError(
                 f"{self.path}: BEIR data have no fields for data_columns, min_score or distill "
@@ -344,7 +358,10 @@ class RecordSource:
             )
 
     def records(self, report: RecordReport) -> Iterator[Record]:
-        """Yield every record that can be used, and count the others in the report."""
+        """Yield every record that can be used, and count repeated and other ones in the report."""
+        return count_repeated(self._read_records(report), self.path, report)
+
+    def _read_records(self, report: RecordReport) -> Iterator[Record]:
         if self.data_format == "beir":
             for query, positives in read_judged_pairs(self.path, self._split, report):
                 record = Record(query, positives, [])
@@ -435,12 +452,14 @@ class RecordSource:
         )
         query_field, positive_field = chosen
         query = parse_text(self._get_value(row, query_field), query_field)
-        if not self._is_match(row, chosen):
+        value = self._get_value(row, positive_field)
+        if value == []:
+            raise Fault(f"empty {positive_field}")
+        is_match = self._find_matches(row, chosen, value)
+        if not any(is_match):
             return None
         title = parse_text(get_first_value(row, self._names["title"]), "title", may_be_blank=True)
-        positives = _parse_passages(self._get_value(row, positive_field), positive_field, title)
-        if not positives:
-            raise Fault(f"empty {positive_field}")
+        passages = _parse_passages(value, positive_field, title)
 
         # Negatives are in `negative_1`, `negative_2` ..., or else in the first usual field that has
         # any passage.
@@ -457,29 +476,34 @@ class RecordSource:
             if negatives:
                 break
 
-        scores = self._parse_teacher_scores(row, positives, negatives)
+        scores = self._parse_teacher_scores(row, passages, negatives)
         if scores is None and self._needs_scores:
             raise Fault(
                 "no teacher scores",
                 f"distill needs a number for each of its passages; {TEACHER_SCORES_REMEDY}",
             )
         # A negative that is listed twice counts once, with its first score.
+        texts = [text for text, _ in passages + negatives]
+        is_match += [False] * len(negatives)
+        positives = [position for position, found in enumerate(is_match) if found]
         first_positions: dict[str, int] = {}
-        for position, (text, _) in enumerate(negatives, start=len(positives)):
-            first_positions.setdefault(text, position)
+        for position, text in enumerate(texts):
+            if not is_match[position]:
+                first_positions.setdefault(text, position)
         if scores is not None:
-            negative_scores = [scores[position] for position in first_positions.values()]
-            scores = scores[: len(positives)] + negative_scores
+            scores = [scores[position] for position in (*positives, *first_positions.values())]
         if self._chosen is None:
             self._chosen = chosen  # the first usable record decides for all others
             self._fields = list(row)
             used_names = {"", *chosen, *numbered_fields}
             for role, names in self._names.items():
-                is_read = role != "score" or self._min_score is not None
+                is_list = isinstance(value, list) and isinstance(get_first_value(row, names), list)
+                is_read = role != "score" or is_list or self._min_score is not None
                 if role not in ("query", "positive") and is_read:
                     used_names.update(names)
             self._unused_fields = [name for name in row if name not in used_names]
-        return Record(query, [text for text, _ in positives], list(first_positions), scores)
+        positive_texts = [texts[position] for position in positives]
+        return Record(query, positive_texts, list(first_positions), scores)
 
     def _choose_field(self, role: str, row: Mapping[str, Any]) -> str:
         present_names = [name for name in self._names[role] if name in row]
@@ -500,32 +524,54 @@ class RecordSource:
             )
         return value
 
-    def _is_match(self, row: Mapping[str, Any], chosen: tuple[str, str]) -> bool:
-        """Return False for a pair whose score is below `min_score`.
+    def _find_matches(
+        self, row: Mapping[str, Any], chosen: tuple[str, str], passages: Any
+    ) -> list[bool]:
+        """Return, for each passage of a row, if its score or label is that of a match.
+
+        A list of passages may have a list of scores. Another score is that of all passages.
 
         Raises:
-            Fault: with `min_score`, for a pair whose score is missing or not a number. Without it,
-                for a pair with the label 0, and for every score of a pair with a field `sentence1`.
+            Fault: for a list of scores that is not as long as that of the passages. With
+                `min_score`, for a score that is missing or not a number. Without it, for a row
+                without match, and for every score of a pair with a field `sentence1`.
         """
+        num_passages = len(passages) if isinstance(passages, list) else 1
         scores = {}
         folded_names = {_fold(name): name for name in row if row[name] is not None}
         for usual_name in self._names["score"]:
             name = folded_names.get(_fold(usual_name))
             if name is not None:
-                scores[name] = _WORDS_FOR_NUMBERS.get(_fold(str(row[name])), row[name])
+                is_list = isinstance(row[name], list) and isinstance(passages, list)
+                values = row[name] if is_list else [row[name]] * num_passages
+                scores[name] = [_WORDS_FOR_NUMBERS.get(_fold(str(v)), v) for v in values]
         if self._min_score is not None:
             if not scores:
                 raise _make_missing_field_fault("score", row, self._columns.get("score"))
-            return parse_number(next(iter(scores.values()))) >= self._min_score
+            first_name = next(iter(scores))
+            scores = {first_name: scores[first_name]}
         # `sentence1` is a field of sentence-transformers' scored pairs, in which a low score marks
         # a pair without match.
-        if scores and "sentence1" in chosen:
+        elif scores and "sentence1" in chosen:
             raise Fault("a pair with a score", _MIN_SCORE_REMEDY)
-        for name, score in scores.items():
-            # Negative numbers that are not whole are scores, such as a cross-encoder's.
-            if _is_number(score) and float(score) <= 0 and float(score).is_integer():
+        is_match = [True] * num_passages
+        for name, values in scores.items():
+            if self._min_score is None and values and not any(map(_is_number, values)):
+                continue  # texts, such as topics
+            if len(values) != num_passages:
+                detail = f"{name} has {len(values)}, and {chosen[1]} {num_passages}"
+                raise Fault("not a label for each passage", detail)
+            if self._min_score is not None:
+                found = [parse_number(value) >= self._min_score for value in values]
+            elif isinstance(row[name], list):
+                found = [parse_number(value) > 0 for value in values]
+            else:
+                # Negative numbers that are not whole are scores, such as a cross-encoder's.
+                found = [float(value) > 0 or not float(value).is_integer() for value in values]
+            is_match = [before and now for before, now in zip(is_match, found, strict=True)]
+            if self._min_score is None and not any(is_match):
                 raise Fault(f"a pair with {name} 0", _MIN_SCORE_REMEDY)
-        return True
+        return is_match
 
     def _parse_teacher_scores(
         self, row: Mapping[str, Any], positives: list[ScoredText], negatives: list[ScoredText]
@@ -547,6 +593,21 @@ class RecordSource:
             return [parse_number(value) for value in values]
         except Fault:
             return None
+
+
+def _list_names(
+    fields: Mapping[str, Sequence[str]], columns: Mapping[str, str]
+) -> dict[str, list[str]]:
+    """Return {role: names of the field}: the column of the role, or else its usual names."""
+    # A column that has a role is not used for another one, even if its name is a usual name there.
+    assigned_names = set(columns.values())
+    names = {}
+    for role, usual_names in fields.items():
+        if role in columns:
+            names[role] = [columns[role]]
+        else:
+            names[role] = [name for name in usual_names if name not in assigned_names]
+    return names
 
 
 def _make_missing_field_fault(role: str, row: Mapping[str, Any], given: str | None) -> Fault:
@@ -591,19 +652,24 @@ def _is_number(value: Any) -> bool:
     return True
 
 
-def parse_columns(columns: Mapping[str, str] | Sequence[str] | None) -> dict[str, str]:
+def parse_columns(
+    columns: Columns, option: Literal["data_columns", "corpus_columns"] = "data_columns"
+) -> dict[str, str]:
     """Return column names by role.
 
     Args:
         columns: a mapping, a list of words ``ROLE=NAME``, or a list of one JSON object such as
             ``'{"query": "user_text"}'``; None: no columns.
+        option: "data_columns" for the roles of `FIELDS`, "corpus_columns" for those of
+            `CORPUS_FIELDS`.
 
     Raises:
-        ConfigError: for a role that `FIELDS` does not have, a role with several columns, or words
-            of another form.
+        ConfigError: for a role that does not exist, a role with several columns, or words of
+            another form.
     """
     if not columns:
         return {}
+    fields = FIELDS if option == "data_columns" else CORPUS_FIELDS
     pairs: list[Any]
     try:
         if isinstance(columns, Mapping):
@@ -615,39 +681,43 @@ def parse_columns(columns: Mapping[str, str] | Sequence[str] | None) -> dict[str
         name_by_role = dict(pairs)
     except ValueError as error:
         raise ConfigError(
-            f"data_columns: neither ROLE=NAME nor one JSON object: {quoted(columns)} "
-            '(for example query=user_text, or {"query": "user_text"})'
+            f"{option}: neither ROLE=NAME nor one JSON object: {quoted(columns)} "
+            '(for example title=heading, or {"title": "heading"})'
         ) from error
     for role in name_by_role:
-        check_choice("data_columns: a role", role, FIELDS)
+        check_choice(f"{option}: a role", role, fields)
     has_names_only = all(isinstance(name, str) for name in name_by_role.values())
     if len(pairs) > len(name_by_role) or not has_names_only:
         raise ConfigError(
-            f"data_columns: {quoted(columns)}: a role has the name of one column (rename several "
+            f"{option}: {quoted(columns)}: a role has the name of one column (rename several "
             "columns of negatives to negative_1, negative_2, ...)"
         )
     return name_by_role
 
 
 def read_passages(
-    path: AnyPath, report: RecordReport, may_be_blank: bool = False
+    path: AnyPath, report: RecordReport, may_be_blank: bool = False, columns: Columns = None
 ) -> Iterator[Passage]:
     """Yield every passage of a corpus, in the order of the file. Repeated ids are not refused.
 
     Args:
         path: one of these:
             - a BEIR folder, or a file of LlamaIndex;
-            - a jsonl file, plain or gzip, with the fields `_id` (or `id`, `docid`), `title`,
-              `text`;
+            - a jsonl file or a JSON array, plain or gzip, with the fields `_id` (or `id`,
+              `docid`), `title`, `text`;
             - a table, plain or gzip, whose header has these names, as DPR publishes it;
             - a parquet file or a Hugging Face dataset with these columns.
         report: receives the counts of used and bad records.
         may_be_blank: True to yield passages without title and text, which published sets have;
             False: they are bad records.
+        columns: {role: column name} for columns with unusual names, such as {"text": "content"};
+            see `parse_columns`. The roles and their usual names are in `CORPUS_FIELDS`.
 
     Raises:
+        ConfigError: for columns that cannot be used.
         DataError: for a corpus that cannot be read, or a bad record under "stop".
     """
+    columns = parse_columns(columns, "corpus_columns")
     path = Path(os.path.expanduser(path))
     if is_llama_index_file(path):
         path = convert_llama_index(path, "test")
@@ -662,20 +732,28 @@ def read_passages(
             data_format = "parquet"
         elif head.startswith(b"{"):
             data_format = "pairs"  # JSON lines
-    rows = _read_rows(path, data_format, split=None)
-    return parse_rows(path, rows, partial(_parse_passage, may_be_blank=may_be_blank), report)
+        elif head.startswith(b"["):
+            data_format = "dpr"  # a JSON array
+    names = _list_names(CORPUS_FIELDS, columns)
+    required_roles = {"id", "text", *columns}
 
+    def parse_passage(row: Mapping[str, Any]) -> Passage:
+        for role in sorted(required_roles):
+            if set(names[role]).isdisjoint(row):
+                fields = quoted(", ".join(row), 200)
+                expected = ", ".join(names[role])
+                raise Fault(
+                    f"missing {role}",
+                    f"its fields are {fields}, and none is {expected}; rename one, or for "
+                    f"documents set --corpus_columns {role}=NAME",
+                )
+        required_roles.discard("title")  # later documents may have none
+        identifier = parse_id(get_first_value(row, names["id"]), "id")
+        title = parse_text(get_first_value(row, names["title"]), "title", may_be_blank=True)
+        text = parse_text(get_first_value(row, names["text"]), "text", may_be_blank=True)
+        passage = Passage(identifier, title, text)
+        if not passage.passage and not may_be_blank:
+            raise Fault("empty passage", quoted(passage.id))
+        return passage
 
-def _parse_passage(row: Mapping[str, Any], may_be_blank: bool) -> Passage:
-    for name, expected_fields in (("text", _CORPUS_TEXT_FIELDS), ("id", _CORPUS_ID_FIELDS)):
-        if set(expected_fields).isdisjoint(row):
-            fields = quoted(", ".join(row), 200)
-            expected = ", ".join(expected_fields)
-            raise Fault(f"missing {name}", f"its fields are {fields}; use one of {expected}")
-    identifier = parse_id(get_first_value(row, _CORPUS_ID_FIELDS), "id")
-    title = parse_text(row.get("title"), "title", may_be_blank=True)
-    text = parse_text(get_first_value(row, _CORPUS_TEXT_FIELDS), "text", may_be_blank=True)
-    passage = Passage(identifier, title, text)
-    if not passage.passage and not may_be_blank:
-        raise Fault("empty passage", quoted(passage.id))
-    return passage
+    return parse_rows(path, _read_rows(path, data_format, split=None), parse_passage, report)

@@ -78,20 +78,27 @@ class RecordReport:
     Attributes:
         on_bad_record: "stop" raises `DataError` at the first bad record; "skip" leaves it out and
             counts it.
-        seen: number of all records that were read.
+        by_file: number of all records that were read from each file.
+        repeated: number of training records of each file that equal an earlier one. They are used.
         reported: number of records that were bad, or that a setting left out.
         by_reason: number of reported records for each reason.
         first: file and line of the first reported record; None if there is none.
     """
 
     on_bad_record: OnBadRecord = "stop"
-    seen: int = 0
+    by_file: Counter[str] = field(default_factory=Counter)
+    repeated: Counter[str] = field(default_factory=Counter)
     reported: int = 0
     by_reason: Counter[str] = field(default_factory=Counter)
     first: str | None = None
 
     def __post_init__(self) -> None:
         check_choice("on_bad_record", self.on_bad_record, ("stop", "skip"))
+
+    @property
+    def seen(self) -> int:
+        """Number of all records that were read."""
+        return self.by_file.total()
 
     @property
     def used(self) -> int:
@@ -107,14 +114,19 @@ class RecordReport:
 
     def restore(self, state: Mapping[str, Any]) -> None:
         """Set the counts to those of another report, given as its `vars` (from JSON)."""
-        self.seen = state["seen"]
+        self.by_file = Counter(state["by_file"])
+        self.repeated = Counter(state["repeated"])
         self.reported = state["reported"]
         self.by_reason = Counter(state["by_reason"])
         self.first = state["first"]
 
     def summary(self) -> str:
-        """Return one line: how many records were seen, used and left out, and why."""
-        text = f"{self.seen} records: {self.used} used, {self.reported} left out"
+        """Return one line: the records of each file, and how many were used, left out, and why."""
+        files = []
+        for file, num_records in self.by_file.items():
+            repeated = f" ({self.repeated[file]} repeated)" if self.repeated[file] else ""
+            files.append(f"{num_records} records in {file}{repeated}")
+        text = f"{', '.join(files) or '0 records'}: {self.used} used, {self.reported} left out"
         if self.reported:
             counts = [f"{count} {reason}" for reason, count in self.by_reason.most_common()]
             text += f" ({', '.join(counts)}; first: {self.first})"
@@ -144,7 +156,7 @@ def parse_rows(
     """
     num_used = 0
     for line, row in rows:
-        report.seen += 1
+        report.by_file[str(path)] += 1
         try:
             if isinstance(row, Fault):
                 raise row

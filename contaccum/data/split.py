@@ -46,7 +46,14 @@ from contaccum.data.near_duplicates import (
     group_records,
     normalise,
 )
-from contaccum.data.records import SPLIT_RECORD, Passage, Record, RecordSource, read_passages
+from contaccum.data.records import (
+    SPLIT_RECORD,
+    Columns,
+    Passage,
+    Record,
+    RecordSource,
+    read_passages,
+)
 from contaccum.data.rows import RecordReport
 from contaccum.errors import ConfigError, DataError, quoted
 from contaccum.files import (
@@ -223,6 +230,7 @@ def split_data(
     report: RecordReport | None = None,
     show_progress: bool = False,
     stores_records: bool = False,
+    corpus_columns: Columns = None,
 ) -> Split:
     """Write a split of training data to a new folder.
 
@@ -242,6 +250,7 @@ def split_data(
         show_progress: True for a progress bar.
         stores_records: True to store the training records for `load_training_data`, so that no
             training on train.jsonl parses it again.
+        corpus_columns: names of the columns of ``corpus``; see `read_passages`.
 
     Raises:
         ConfigError: for settings that do not fit the data, or an ``output`` that exists.
@@ -262,7 +271,9 @@ def split_data(
         published_test = load_beir_folder(
             data.path, "test", report=report, texts_report=texts_report
         )
-    corpus_documents = _read_corpus(data, corpus, published_test, settings, report)
+    if corpus_columns and corpus is None:
+        raise ConfigError("corpus_columns: there is no corpus (drop it, or give a corpus)")
+    corpus_documents = _read_corpus(data, corpus, corpus_columns, published_test, settings, report)
 
     by_query = published_test is not None and _shares_passages(records, published_test)
     grouping = group_records(
@@ -357,6 +368,7 @@ def _shares_passages(records: Sequence[Record], test: BeirDataset) -> bool:
 def _read_corpus(
     data: RecordSource,
     corpus: AnyPath | None,
+    corpus_columns: Columns,
     published_test: BeirDataset | None,
     settings: SplitSettings,
     report: RecordReport,
@@ -375,7 +387,7 @@ def _read_corpus(
             )
         return [Passage(name, **document) for name, document in published_test.corpus.items()]
     if corpus is not None:
-        passages = read_passages(corpus, report)
+        passages = read_passages(corpus, report, columns=corpus_columns)
     elif data.data_format == "beir":
         corpus = data.path
         # The training records have counted its documents already. Published sets have blank ones.
@@ -821,6 +833,9 @@ def write_beir(
     without such a document, documents with the same words are its copies: those that differ only in
     punctuation or in tags of HTML. Positives without any copy in the haystack are added to it.
 
+    A query whose own text is a document gets the id of this document, unless the document is
+    relevant to it. An evaluation ignores the document with the id of the query, as in BEIR.
+
     Args:
         training_positives: the normalised positives of training, see `_write_kinds`.
 
@@ -828,49 +843,55 @@ def write_beir(
         The number of documents, how many of them are positives that the haystack lacked, and the
         number of known queries.
     """
+    queries: dict[str, str] = {}  # texts by the normalised text
     positives: dict[str, str] = {}
     for record in records:
+        queries.setdefault(normalise(record.query), record.query)
         for positive in record.positives:
             positives.setdefault(normalise(positive), positive)
-    ids_of_positive: dict[str, list[str]] = {text: [] for text in positives}
+    ids_of_text: dict[str, list[str]] = {text: [] for text in (*queries, *positives)}
     documents = []
     for document in haystack:
-        for text in _get_texts(document) & positives.keys():
-            ids_of_positive[text].append(document.id)
+        for text in _get_texts(document) & ids_of_text.keys():
+            ids_of_text[text].append(document.id)
         documents.append(document)
     ids_by_words: dict[str, list[str]] = {}
-    for text, ids in ids_of_positive.items():
-        if not ids:
+    for text in positives:
+        if not ids_of_text[text]:
             ids_by_words[get_words(text)] = []
     for document in documents if ids_by_words else []:
         for words in set(map(get_words, _get_texts(document))) & ids_by_words.keys():
             ids_by_words[words].append(document.id)
     num_added = 0
-    for text, ids in ids_of_positive.items():
+    for text, positive in positives.items():
+        ids = ids_of_text[text]
         if not ids:
             ids.extend(ids_by_words[get_words(text)])
         if not ids:
-            document = Passage(_make_document_id(text), "", positives[text])
+            document = Passage(_make_document_id(text), "", positive)
             documents.append(document)
             ids.append(document.id)
             num_added += 1
 
-    queries: dict[str, tuple[str, str]] = {}  # id and text, by the normalised text
-    judgements: dict[tuple[str, str], None] = {}  # an ordered set of query id and document id
+    grades: dict[str, dict[str, int]] = {query: {} for query in queries}
     for record in records:
-        text = normalise(record.query)
-        if text not in queries:
-            queries[text] = (f"q{len(queries)}", record.query)
-        query_id = queries[text][0]
         for positive in record.positives:
-            for document_id in ids_of_positive[normalise(positive)]:
-                judgements[query_id, document_id] = None
-
-    qrels_lines = [f"{query_id}\t{document_id}\t1\n" for query_id, document_id in judgements]
-    _write_beir_files(folder, documents, dict(queries.values()), qrels_lines)
+            relevant_ids = ids_of_text[normalise(positive)]
+            grades[normalise(record.query)].update(dict.fromkeys(relevant_ids, 1))
+    document_ids = {document.id for document in documents}
+    free_ids = (f"q{number}" for number in count() if f"q{number}" not in document_ids)
     qrels: dict[str, dict[str, int]] = {}
-    for query_id, document_id in judgements:
-        qrels.setdefault(query_id, {})[document_id] = 1
+    for query, judgements in grades.items():
+        own_ids = [
+            name for name in ids_of_text[query] if name not in judgements and name not in qrels
+        ]
+        qrels[own_ids[0] if own_ids else next(free_ids)] = judgements
+    qrels_lines = []
+    for query_id, judgements in qrels.items():
+        qrels_lines += [f"{query_id}\t{document_id}\t1\n" for document_id in judgements]
+    _write_beir_files(
+        folder, documents, dict(zip(qrels, queries.values(), strict=True)), qrels_lines
+    )
     return len(documents), num_added, _write_kinds(folder, qrels, documents, training_positives)
 
 

@@ -28,11 +28,26 @@ import numpy as np
 from contaccum import __version__
 from contaccum.data.beir import BeirDataset, load_beir_folder, read_split_queries
 from contaccum.data.near_duplicates import find_near_duplicates, group_queries
+<<<<<<< HEAD
 from contaccum.data.records import parse_columns, read_records
 from contaccum.data.rows import OnBadRecord, RecordReport
 from contaccum.data.split import CORPUS_FILE, TRAIN_FILE, Future, Split, read_split
 from contaccum.defaults import DEFAULT_MODEL
 from contaccum.distributed import rank, world_size
+=======
+from contaccum.data.records import Columns, parse_columns, read_records
+from contaccum.data.rows import OnBadRecord, RecordReport, passage_text
+from contaccum.data.split import (
+    CORPUS_FILE,
+    TRAIN_FILE,
+    Future,
+    Split,
+    read_split,
+    write_part,
+)
+from contaccum.defaults import DEFAULT_GUARD_LOSS, DEFAULT_MODEL, DEFAULT_WEIGHTS
+from contaccum.distributed import world_size
+>>>>>>> main
 from contaccum.encoders.dual_encoder import DualEncoder
 from contaccum.encoders.loading import model_name, require_model
 from contaccum.errors import ConfigError, DataError, UserError, quoted
@@ -160,8 +175,9 @@ def fit(
     output: AnyPath = "runs/fit",
     *,
     corpus: AnyPath | None = None,
+    corpus_columns: Columns = None,
     data_format: str | None = None,
-    data_columns: Mapping[str, str] | Sequence[str] | None = None,
+    data_columns: Columns = None,
     on_bad_record: OnBadRecord = "stop",
     min_score: float | None = None,
     dev: float | None = None,
@@ -185,6 +201,7 @@ def fit(
         output: the folder for everything that is written.
         corpus: the documents in which dev and test queries are searched; None: the held-out
             passages and a sample of the others.
+        corpus_columns: as ``data_columns``, for ``corpus``: {"id": "chunk_id", "text": "content"}.
         data_format, on_bad_record: how ``data`` are read, as in `contaccum train`.
         data_columns: {role: column name}, such as {"query": "question", "positive": "answer"}, or
             a list of words "role=name".
@@ -209,6 +226,7 @@ def fit(
     pairs = Pairs(
         path=Path(data).expanduser(),
         corpus=None if corpus is None else Path(corpus).expanduser(),
+        corpus_columns=parse_columns(corpus_columns, "corpus_columns") or None,
         data_format=data_format,
         columns=parse_columns(data_columns) or None,
         on_bad_record=on_bad_record,

@@ -67,6 +67,7 @@ class Pairs:
         path: pairs in any format of docs/data.md, or a folder that `contaccum split` wrote.
         corpus: the documents in which dev and test queries are searched; None: the held-out
             passages and a sample of the others.
+        corpus_columns: how the documents are read; see `read_passages`.
         data_format, columns, on_bad_record: how the pairs are read, as in `contaccum train`.
         dev, test, future: the sizes of the held-out sets, and the documents of their queries; see
             `SplitSettings`.
@@ -78,6 +79,7 @@ class Pairs:
 
     path: Path
     corpus: Path | None = None
+    corpus_columns: dict[str, str] | None = None
     data_format: str | None = None
     columns: dict[str, str] | None = None
     on_bad_record: OnBadRecord = "stop"
@@ -138,10 +140,19 @@ class Pairs:
             self.path, self.data_format, columns=self.columns, min_score=self.min_score
         )
         settings = SplitSettings(self.dev, self.test, fold=fold, future=self.future)
-        split_data(pairs, folder, settings, self.corpus, report, show_progress, stores_records=True)
+        split_data(
+            pairs,
+            folder,
+            settings,
+            self.corpus,
+            report,
+            show_progress,
+            stores_records=True,
+            corpus_columns=self.corpus_columns,
+        )
         lines = [f"{self.path}: {pairs.describe_first_record()}"]
-        if report.reported:
-            lines.append(f"{self.path}: {report.summary()}")
+        if report.reported or report.repeated.total():
+            lines.append(report.summary())
         return lines
 
     def _copy_split(self, folder: Path) -> None:
@@ -151,8 +162,8 @@ class Pairs:
             ConfigError: if options are set that only apply to data which are not split yet.
             DataError: if the record of the split cannot be read.
         """
-        for name in ("corpus", "dev", "test", "future", "data_format", "columns", "min_score"):
-            if getattr(self, name) is not None:
+        for name, value in vars(self).items():
+            if value is not None and name not in ("path", "on_bad_record"):
                 raise ConfigError(
                     f"{name} is set, but {self.path} is a split already: drop it, or give the pairs"
                 )

@@ -25,6 +25,7 @@ from tqdm.auto import tqdm
 
 from contaccum.data import Passage, RecordReport, passage_text, read_passages
 from contaccum.data.beir import find_beir_file
+from contaccum.data.records import Columns
 from contaccum.data.rows import OnBadRecord, parse_question_line, parse_rows, parse_text, read_lines
 from contaccum.data.sampling import text_ids
 from contaccum.encoders.settings import (
@@ -59,7 +60,9 @@ _IDS_PER_BLOCK = 2**16
 _LENGTH_SETTINGS = ("max_seq_length", "query_length", "document_length")
 
 
-def read_texts(path: Path, kind: Kind, report: RecordReport) -> Iterator[Passage]:
+def read_texts(
+    path: Path, kind: Kind, report: RecordReport, columns: Columns = None
+) -> Iterator[Passage]:
     """Yield the documents or the queries of a corpus.
 
     To find an id that occurs twice, memory holds a hash of 8 bytes for each id. With ten million
@@ -71,6 +74,7 @@ def read_texts(path: Path, kind: Kind, report: RecordReport) -> Iterator[Passage
             their questions are question-1, question-2, ..., without skipped lines.
         kind: "query" or "document".
         report: counts the records that are read and skipped.
+        columns: see `read_passages`.
 
     Raises:
         DataError: the source cannot be used, or an id occurs twice.
@@ -89,7 +93,7 @@ def read_texts(path: Path, kind: Kind, report: RecordReport) -> Iterator[Passage
         return
     sorted_hashes: np.ndarray = np.empty(0, dtype=np.int64)
     # Documents without text are encoded, so that a search finds what an evaluation finds.
-    passages = read_passages(path, report, may_be_blank=kind == "document")
+    passages = read_passages(path, report, kind == "document", columns)
     while block := list(islice(passages, _IDS_PER_BLOCK)):
         block_hashes = text_ids(passage.id for passage in block)
         # A stable sort merges the two parts in nearly linear time, as the first is sorted already.
@@ -284,12 +288,14 @@ def tokenisation_fingerprint(model: object, kind: Kind | None = None) -> str | N
     return fingerprint.hex()
 
 
-def require_texts(corpus: Path, on_bad_record: OnBadRecord = "stop") -> None:
+def require_texts(
+    corpus: Path, on_bad_record: OnBadRecord = "stop", columns: Columns = None
+) -> None:
     """Read the start of a corpus, up to 65,536 texts; raise `DataError` if it cannot be used.
 
     This takes seconds, so it is done before a model is loaded or a folder is created.
     """
-    next(read_texts(corpus, "document", RecordReport(on_bad_record)), None)
+    next(read_texts(corpus, "document", RecordReport(on_bad_record), columns), None)
 
 
 class CorpusEncoder:
@@ -309,6 +315,7 @@ class CorpusEncoder:
         overwrite: remove a store that is in the folder. Of several processes only one may do this,
             before the others create their encoders.
         on_bad_record: "stop" raises an error at the first bad record, "skip" counts it.
+        columns: see `read_passages`.
 
     Attributes:
         report: counts of the corpus's used and bad records.
@@ -333,9 +340,11 @@ class CorpusEncoder:
         shard_size: int = 50_000,
         overwrite: bool = False,
         on_bad_record: OnBadRecord = "stop",
+        columns: Columns = None,
     ) -> None:
         self.model = model
         self.corpus = corpus
+        self.columns = columns
         self.batch_size = batch_size
         self.precision = precision
         self.report = RecordReport(on_bad_record)
@@ -367,7 +376,7 @@ class CorpusEncoder:
             encodings = getattr(inputs[0], "encodings", None) or ()
             self.is_cut.update(bool(encoding.overflowing) for encoding in encodings)
 
-        passages = read_texts(self.corpus, "document", self.report)
+        passages = read_texts(self.corpus, "document", self.report, self.columns)
         progress = tqdm(passages, "Encoding", unit=" texts", disable=not show_progress)
         with self.model.register_forward_pre_hook(count_cut):
             return self.writer.fill(progress, encode_shard, rank, world_size)

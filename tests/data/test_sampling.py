@@ -189,7 +189,7 @@ def test_records_with_too_few_negatives_are_dropped_and_counted(tmp_path):
         if len(record["negatives"]) >= NUM_NEGATIVES:
             expected_queries.append(record["query"])
     assert [row["query"] for row in data.dataset] == expected_queries
-    summary = "30 records: 20 used, 10 left out (10 too few hard negatives; first: "
+    summary = "a.jsonl: 20 used, 10 left out (10 too few hard negatives; first: "
     assert summary in data.report.summary()
 
 

@@ -60,7 +60,10 @@ def test_sets_share_known_positives_and_have_text_ids(tmp_path):
     assert sets.fingerprint not in {part.fingerprint for part in sets.parts.values()}
     assert load(second, first).fingerprint != sets.fingerprint == load(first, second).fingerprint
     assert load(first).fingerprint == load_training_data(first).fingerprint
-    assert sets.summary() == "a: 2 records: 2 used, 0 left out\nb: 2 records: 2 used, 0 left out"
+    assert sets.summary().splitlines() == [
+        f"a: 2 records in {first}: 2 used, 0 left out",
+        f"b: 2 records in {second}: 2 used, 0 left out",
+    ]
     content = load_training_data(first).fingerprint
     expected = {"path": str(first), "format": "pairs", "fingerprint": content, "rows": 2}
     assert (

@@ -11,9 +11,9 @@ from sample_texts import sentences
 from small_data import read_lines, write_beir, write_lines, write_qrels
 
 from contaccum.cli import main
-from contaccum.data import load_beir_folder, load_training_data
+from contaccum.data import load_beir_folder, load_training_data, load_training_sets
 from contaccum.data.near_duplicates import Grouping, group_queries, normalise
-from contaccum.data.records import RecordSource
+from contaccum.data.records import RecordSource, parse_columns
 from contaccum.data.rows import RecordReport
 from contaccum.data.split import (
     SplitSettings,
@@ -22,6 +22,9 @@ from contaccum.data.split import (
     split_data,
 )
 from contaccum.errors import ConfigError, DataError
+from contaccum.evaluation.evaluator import RetrievalEvaluator
+from contaccum.experiments.folds import Pairs
+from contaccum.retrieval.bm25 import fuse_runs
 
 SHIPPED = Path(__file__).parents[2] / "contaccum" / "data" / "scifact"
 SIDES = ("train", "dev", "test")
@@ -670,6 +673,69 @@ def test_positives_that_the_corpus_lacks_are_counted_in_the_summary(tmp_path, ca
     assert "; 12 held-out positives are not in the corpus" in capsys.readouterr().out
 
 
+@pytest.mark.parametrize("title", [None, "", "A question"])
+def test_a_perfect_model_has_a_perfect_score_on_similar_questions(tmp_path, title):
+    """Each question is a query and, in other words, the answer to the others of its group."""
+    generator = random.Random(0)
+    groups = [[make_claim(generator) for _ in range(4)] for _ in range(60)]
+    records: list[dict[str, object]] = []
+    for first, *others in groups:
+        for query in others:
+            answers = [text for text in (first, *others) if text != query]
+            records.append({"query": query.upper(), "positive": answers})
+    # Of a query to which its own text is relevant, that document counts.
+    records += [{"query": text, "positive": [text]} for [text, *_] in groups]
+    corpus = None
+    if title is not None:
+        texts = [text for group in groups for text in group]
+        rows = [{"_id": f"q{i}", "title": title, "text": text} for i, text in enumerate(texts)]
+        corpus = write_lines(tmp_path / "corpus.jsonl", rows)
+    pairs = RecordSource(write_lines(tmp_path / "pairs.jsonl", records))
+    split = split_data(pairs, tmp_path / "split", corpus=corpus)
+    for side, num_queries in (("dev", split.dev), ("test", split.test)):
+        dataset = load_beir_folder(tmp_path / "split" / side, "test")
+        assert len(dataset.queries) == num_queries
+        evaluator = RetrievalEvaluator(dataset, metrics=["ndcg@10"])
+        number_of_group = {text: n for n, group in enumerate(groups) for text in group}
+        run: dict[str, dict[str, float]] = {}
+        for query_id, query in dataset.queries.items():
+            run[query_id] = {}
+            for document_id, document in dataset.corpus.items():
+                text = document["text"]
+                is_same = number_of_group[text] == number_of_group[query.lower()]
+                run[query_id][document_id] = is_same + (text == query.lower())
+        assert evaluator.score_run(run) == {"ndcg@10": 1.0}
+        bm25_run = evaluator.search_bm25()
+        assert evaluator.score_run(fuse_runs(run, bm25_run, 0.01)) == {"ndcg@10": 1.0}
+        own_queries = [name for name in dataset.queries if name in dataset.corpus]
+        assert len(own_queries) > num_queries / 2
+        for name in own_queries:
+            assert name not in bm25_run[name]
+            assert dataset.corpus[name]["text"] == dataset.queries[name].lower()
+            assert name not in dataset.qrels[name]
+
+
+@pytest.mark.parametrize("fold", [0, 1])
+def test_known_and_new_queries_have_the_ids_of_documents_with_their_text(tmp_path, fold):
+    generator = random.Random(0)
+    passages = [make_claim(generator, 30) for _ in range(100)]
+    pairs = [{"query": make_claim(generator), "positive": passages[i % 100]} for i in range(300)]
+    rows = [{"_id": f"q{i}", "title": "Asked", "text": row["query"]} for i, row in enumerate(pairs)]
+    rows += [{"_id": f"p{i}", "title": "", "text": text} for i, text in enumerate(passages)]
+    corpus = write_lines(tmp_path / "corpus.jsonl", rows)
+    source = RecordSource(write_lines(tmp_path / "pairs.jsonl", [*pairs, pairs[-1]]))
+    split = split_data(source, tmp_path / "split", SplitSettings(fold=fold, test=60), corpus)
+    assert 0 < split.known["test"] < split.test
+    id_of_query = {row["text"]: row["_id"] for row in rows}
+    whole = load_beir_folder(tmp_path / "split" / "test")
+    kinds = [load_beir_folder(tmp_path / "split" / "test", kind) for kind in ("known", "new")]
+    assert kinds[0].queries | kinds[1].queries == whole.queries
+    assert len(whole.queries) == split.test
+    for dataset in (whole, *kinds):
+        for query_id, text in dataset.queries.items():
+            assert query_id == id_of_query[text]
+
+
 def test_a_title_without_text_stays_in_the_training_corpus(tmp_path):
     """The test set of the data judges an empty document, which has no copies."""
     documents, queries, qrels = make_judged_claims(20)
@@ -795,6 +861,46 @@ def test_unusable_documents_are_counted_once(tmp_path):
     split_data(RecordSource(pairs), tmp_path / "split", corpus=corpus, report=report)
     assert report.seen == 22
     assert report.reported == 1
+
+
+def test_the_columns_of_a_corpus_are_named_in_split_and_fit(tmp_path, capsys):
+    pairs = write_lines(tmp_path / "pairs.jsonl", make_pairs(40))
+    rows = [{"chunk": f"c{i}", "content": text} for i, text in enumerate(sentences(30))]
+    corpus = tmp_path / "chunks.json"
+    corpus.write_text(json.dumps(rows))
+    words = ["id=chunk", "text=content"]
+    argv = ["split", str(pairs), str(tmp_path / "split"), "--no_progress", "--corpus_columns"]
+    assert main([*argv, *words, "--corpus", str(corpus)]) == 0
+    columns = parse_columns(words, "corpus_columns")
+    Pairs(pairs, corpus, columns).hold_out(tmp_path / "fit")
+    for folder in (tmp_path / "split", tmp_path / "fit"):
+        ids = load_beir_folder(folder / "test").corpus.keys()
+        assert {row["chunk"] for row in rows} <= ids
+    # The columns of a corpus that is not given.
+    assert main(["split", str(pairs), str(tmp_path / "other"), "--corpus_columns", *words]) == 2
+    assert "corpus_columns" in capsys.readouterr().err
+    with pytest.raises(ConfigError, match="corpus_columns is set"):
+        Pairs(tmp_path / "split", corpus_columns=columns).hold_out(tmp_path / "copy")
+
+
+def test_counts_name_the_file_of_the_records_and_repeated_records(tmp_path, capsys):
+    records = make_pairs(40)
+    pairs = write_lines(tmp_path / "pairs.jsonl", [*records, {"query": "a"}, *records[:3]])
+    documents = [{"_id": "1", "text": "one"}, {"_id": "2", "text": ""}]
+    corpus = write_lines(tmp_path / "corpus.jsonl", documents)
+    argv = ["split", str(pairs), str(tmp_path / "split"), "--on_bad_record", "skip"]
+    assert main([*argv, "--corpus", str(corpus), "--no_progress"]) == 0
+    line = f"44 records in {pairs} (3 repeated), 2 records in {corpus}: 44 used, 2 left out (1 "
+    assert line in capsys.readouterr().out
+    # Repeated records are said without bad ones too, and by a training that reads no file again.
+    write_lines(pairs, [*records, *records])
+    [_, counts] = Pairs(pairs).hold_out(tmp_path / "fit")
+    assert counts == f"80 records in {pairs} (40 repeated): 80 used, 0 left out"
+    for train_file in (tmp_path / "fit" / "train.jsonl", tmp_path / "copy.jsonl"):
+        if not train_file.exists():
+            train_file.write_bytes((tmp_path / "fit" / "train.jsonl").read_bytes())
+        summary = load_training_sets({"a": {"path": train_file}}).summary()
+        assert summary == f"a: 56 records in {train_file} (28 repeated): 56 used, 0 left out"
 
 
 def test_empty_documents_of_a_beir_folder_stay_in_the_haystacks(tmp_path):

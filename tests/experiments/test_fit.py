@@ -127,7 +127,8 @@ def test_model_that_learns_is_better(root, trained):
         assert verdict.queries == pytest.approx(50, abs=4)
     lines = (root / "printed.txt").read_text().splitlines()
     assert ": the first record is query=" in lines[0]
-    assert re.match(r"held out: 18 dev and 102 test queries \(10 and 50 on known", lines[1])
+    assert lines[1].endswith("questions.jsonl (1 repeated): 200 used, 0 left out")
+    assert re.match(r"held out: 18 dev and 102 test queries \(10 and 50 on known", lines[2])
     baselines_pattern = r"BM25 0\.000   \S*fresh 0\.\d{3}   both 0\.\d{3}   \(nDCG@10 on dev\)"
     assert any(re.match(baselines_pattern, line) for line in lines)
     assert lines[-4].startswith("BETTER on new documents: nDCG@10 0.")
@@ -930,6 +931,15 @@ def test_the_results_in_a_folder_do_not_allow_remote_code(root, tmp_path, monkey
     with pytest.raises(UserError, match="stopped"):
         contaccum.fit(root / "pairs.jsonl", root / "fresh", output=tmp_path / "out", **SETTINGS)
     assert seen == [False]
+
+
+def test_a_column_that_the_corpus_lacks_is_refused_with_those_that_it_has(root, tmp_path, capsys):
+    corpus = str(root / "more.jsonl")
+    arguments = ["fit", str(root / "pairs.jsonl"), "--model", str(root / "fresh")]
+    arguments += ["--output", str(tmp_path / "out"), "--use_cpu", "true", "--corpus", corpus]
+    assert main([*arguments, "--corpus_columns", "id=query", "text=passage"]) == 2
+    error = capsys.readouterr().err.strip().splitlines()[-1]
+    assert f"{corpus}:1: missing text: its fields are 'query, positive'" in error
 
 
 def test_refused_data_can_be_corrected_and_used_in_the_same_folder(root, tmp_path, monkeypatch):

@@ -247,6 +247,7 @@ def test_a_wrapper_of_the_model_keeps_the_bank_and_the_probe(model):
 @pytest.mark.parametrize("mode", [False, True])
 @pytest.mark.parametrize("loss_class", [ContAccumLoss, CachedContAccumLoss])
 def test_evaluation_is_the_loss_of_the_batch_alone(model, loss_class, mode):
+    model.double()  # in float32, the two differ by rounding, more on some CPUs
     loss_fn = loss_class(model, bank_size=6)
     loss_fn(features(model, 4, 2, seed=1), None)
     loss_fn.train(mode)  # trainers leave a loss in training mode
@@ -254,7 +255,7 @@ def test_evaluation_is_the_loss_of_the_batch_alone(model, loss_class, mode):
     with torch.no_grad():
         loss = loss_fn(features(model, 4, 2), None)
         expected = MultipleNegativesRankingLoss(model)(features(model, 4, 2), None)
-    assert loss.item() == pytest.approx(expected.item(), abs=1e-6)
+    assert loss.item() == pytest.approx(expected.item(), abs=1e-12)
     assert loss_fn.info_nce.bank.total_enqueued == 4
 
 
