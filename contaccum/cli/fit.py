@@ -57,16 +57,10 @@ def _make_parser() -> Parser:
     """Return the parser of all options except those of `contaccum train`."""
     parser = Parser(
         "fit",
-<<<<<<< HEAD
         "Hold out dev and test sets, score BM25 and the model before training, train in several "
         "ways within a time budget, choose on dev, and test whether training has paid. A --key of "
         "`contaccum train` that is given here is fixed and not chosen.",
-=======
-        "Hold out dev and test sets, score BM25 and the model before training, search training "
-        "settings on dev within a time budget, train, and test whether the result is better. A "
-        "--key of `contaccum train` that is given here is fixed and not searched.",
         "corpus_columns",
->>>>>>> main
         "on_bad_record",
         usage="contaccum fit DATA [OPTIONS] [--key value ...]",
     )

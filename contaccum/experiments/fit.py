@@ -28,26 +28,11 @@ import numpy as np
 from contaccum import __version__
 from contaccum.data.beir import BeirDataset, load_beir_folder, read_split_queries
 from contaccum.data.near_duplicates import find_near_duplicates, group_queries
-<<<<<<< HEAD
-from contaccum.data.records import parse_columns, read_records
+from contaccum.data.records import Columns, parse_columns, read_records
 from contaccum.data.rows import OnBadRecord, RecordReport
 from contaccum.data.split import CORPUS_FILE, TRAIN_FILE, Future, Split, read_split
 from contaccum.defaults import DEFAULT_MODEL
 from contaccum.distributed import rank, world_size
-=======
-from contaccum.data.records import Columns, parse_columns, read_records
-from contaccum.data.rows import OnBadRecord, RecordReport, passage_text
-from contaccum.data.split import (
-    CORPUS_FILE,
-    TRAIN_FILE,
-    Future,
-    Split,
-    read_split,
-    write_part,
-)
-from contaccum.defaults import DEFAULT_GUARD_LOSS, DEFAULT_MODEL, DEFAULT_WEIGHTS
-from contaccum.distributed import world_size
->>>>>>> main
 from contaccum.encoders.dual_encoder import DualEncoder
 from contaccum.encoders.loading import model_name, require_model
 from contaccum.errors import ConfigError, DataError, UserError, quoted
