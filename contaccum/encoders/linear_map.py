@@ -6,10 +6,14 @@ as they are, so an index stays valid.
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from sentence_transformers import SentenceTransformer
-from sentence_transformers.sentence_transformer.modules import Dense, Router
+from sentence_transformers.sentence_transformer.modules import Dense, Normalize, Router
 from torch import Tensor
+
+from contaccum.encoders.settings import get_tower
 
 
 def solve_linear_map(queries: Tensor, passages: Tensor, ridge: float) -> Tensor:
@@ -32,7 +36,8 @@ def append_linear_map(model: SentenceTransformer, weights: Tensor) -> None:
     """Add the map q -> q + q W to the query route of a model, in place.
 
     The model gets one more module, a Router that has a Dense layer for queries and nothing for
-    documents. sentence-transformers loads the saved model as any other.
+    documents. sentence-transformers loads the saved model as any other. Queries are L2-normalised
+    after the map if they were before.
 
     Args:
         model: a model with the embedding dimension d.
@@ -44,4 +49,7 @@ def append_linear_map(model: SentenceTransformer, weights: Tensor) -> None:
         # A linear layer multiplies by the transpose of its weights.
         matrix = torch.eye(dimension, dtype=torch.float64) + weights.double()
         dense.linear.weight.copy_(matrix.T)
-    model.append(Router.for_query_document([dense], []).to(model.device))
+    modules: list[Any] = [dense]
+    if isinstance(list(get_tower(model, "query").children())[-1], Normalize):
+        modules.append(Normalize())
+    model.append(Router.for_query_document(modules, []).to(model.device))

@@ -543,7 +543,7 @@ class Ladder:
                 name, shown, QUERY_TOWER, settings, num_updates, seconds, (1.0, *BLENDS)
             )
             scores.append(max(candidate.score for candidate in added))
-            if seconds - self.left() > _CHEAP_SHARE * seconds:
+            if added[0].training_seconds > _CHEAP_SHARE * seconds:
                 return
 
     def _train_both_towers(self) -> None:

@@ -88,7 +88,7 @@ def propose_settings(train_file: Path, model: str, given: Mapping[str, Any]) -> 
     data.
     """
     # With positives="all", an epoch has a row for each positive, so updates may be larger.
-    proposal = propose(str(train_file), model, positives=given.get("positives"))
+    proposal = propose(train_file, model, given.get("positives"))
     micro_batch = given.get("per_device_train_batch_size", proposal.micro_batch)
     if "gradient_accumulation_steps" in given or _make_common_settings(given).engine:
         # "auto" needs a fixed number of pairs per update, and cannot be used with an engine.

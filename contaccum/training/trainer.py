@@ -38,6 +38,7 @@ from sentence_transformers.util import cos_sim, dot_score
 from torch import Tensor, nn
 from torch.utils.data import DataLoader
 from tqdm.contrib.logging import logging_redirect_tqdm
+from transformers import PrinterCallback
 from transformers.integrations.deepspeed import deepspeed_load_checkpoint, unset_hf_deepspeed_config
 from transformers.trainer_utils import HubStrategy, TrainOutput
 
@@ -729,6 +730,8 @@ def train_and_save(
         print_line(data.training.summary())
     encoder = load_encoder(settings, args)
     trainer = make_trainer(encoder, settings, args, data, seconds=seconds)
+    if args.logging_strategy == "no":
+        trainer.remove_callback(PrinterCallback)  # it would print a summary
     # With the redirection, log lines do not break the progress bar. The logger of transformers has
     # a handler of its own, so redirecting the root logger is not enough.
     with logging_redirect_tqdm([logging.getLogger(), logging.getLogger("transformers")]):

@@ -4,7 +4,6 @@ from collections.abc import Callable, Sequence
 
 import numpy as np
 import pytest
-
 from comparison.ladder import find_best_value, next_values, smooth
 
 VALUES = (1e-4, 1.8e-4, 3.2e-4)

@@ -20,6 +20,7 @@ from typing import Any
 import pytest
 import torch
 import yaml
+from contaccum.experiments.tune import Choice, Tuned
 from sample_texts import WORDS
 from small_data import write_lines
 from tiny_models import tiny_encoder
@@ -38,7 +39,6 @@ from contaccum.experiments.budget import Budget
 from contaccum.experiments.fit import FitResult, pool_documents
 from contaccum.experiments.folds import Pairs
 from contaccum.experiments.run import Result, run_and_keep
-from contaccum.experiments.tune import Choice, Tuned
 from contaccum.experiments.verdict import ScoreColumns, compute_verdicts
 from contaccum.files import atomic_folder, lock_folder, write_json
 from contaccum.retrieval.encode import model_fingerprint

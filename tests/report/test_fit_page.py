@@ -8,8 +8,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-
 from contaccum.experiments.tune import Choice
+
 from contaccum.experiments.verdict import compute_verdict, warn_of_disagreement, warn_of_test
 from contaccum.report.fit_page import build_fit_page, join_title_and_text, make_trials_panel
 
