@@ -46,6 +46,10 @@ from contaccum.errors import ConfigError, DataError, check_choice, closest, one_
 from contaccum.files import AnyPath, fingerprint
 from contaccum.settings import DataFormat
 
+Columns = Mapping[str, str] | Sequence[str] | None
+"""Names of columns by role, as `parse_columns` takes them."""
+Option = Literal["data_columns", "corpus_columns"]
+
 DATA_FORMATS: tuple[DataFormat, ...] = get_args(DataFormat)
 
 SPLIT_RECORD = "split.json"
@@ -224,16 +228,38 @@ def _is_saved_dataset(path: Path) -> bool:
     return any((path / name).exists() for name in _SAVED_DATASET_FILES)
 
 
-def _read_rows(path: Path, data_format: str, split: str | None) -> Rows:
-    """Return the unparsed rows of a file or dataset in any format except "beir"."""
+def _read_rows(
+    path: Path, data_format: str, split: str | None, columns: Mapping[str, str], option: Option
+) -> Rows:
+    """Yield the unparsed rows of a file or dataset in any format except "beir".
+
+    Raises:
+        DataError: at the end, if no row has a column that the option names.
+    """
     if data_format in ("hub", "parquet"):
         tables = _load_dataset(path, data_format, split).with_format("arrow").iter(1000)
-        return read_arrow(path, tables)
-    if data_format == "dpr":
-        return read_json_array(path)
-    if data_format == "csv":
-        return read_csv(path)
-    return read_json_lines(path)
+        rows = read_arrow(path, tables)
+    elif data_format == "dpr":
+        rows = read_json_array(path)
+    elif data_format == "csv":
+        rows = read_csv(path)
+    else:
+        rows = read_json_lines(path)
+    fields: dict[str, None] = {}
+    for line, row in rows:
+        if not isinstance(row, Fault):
+            fields.update(dict.fromkeys(row))
+        yield line, row
+    for role, name in columns.items():
+        if name not in fields:
+            found = f"only {quoted(', '.join(fields), 200)}{closest(name, fields)}"
+            remedy = (
+                f"correct {role}={name} in {option}, or leave it out; one of several sets can have "
+                "columns of its own"
+            )
+            raise DataError(
+                one_line(f"{path}: no record has the field {quoted(name)}, {found} ({remedy})")
+            )
 
 
 def _load_dataset(path: Path, data_format: str, split: str | None) -> Any:
@@ -303,9 +329,6 @@ def read_records(
     return source.records(report or RecordReport())
 
 
-Columns = Mapping[str, str] | Sequence[str] | None
-"""Names of columns by role, as `parse_columns` takes them."""
-
 ScoredText = tuple[str, Any]
 """The text of a passage, and the unparsed value of its field "score", or None."""
 
@@ -346,10 +369,8 @@ class RecordSource:
         self._needs_scores = needs_scores
         self._min_score = min_score
         self._first_record: Record | None = None
-        self._fields: list[str] = []  # of the first record
         self._unused_fields: list[str] = []
         self._chosen: tuple[str, str] | None = None  # names of the query's and positive's fields
-        self._unseen_names = set(self._columns.values())
         self._names = _list_names(FIELDS, self._columns)
         if self.data_format == "beir" and (self._columns or min_score is not None or needs_scores):
             raise ConfigError(
@@ -368,7 +389,9 @@ class RecordSource:
                 self._first_record = self._first_record or record
                 yield record
             return
-        rows = _read_rows(self.path, self.data_format, self._split)
+        rows = _read_rows(
+            self.path, self.data_format, self._split, self._columns, "data_columns"
+        )
         num_matches = 0
         roles_of_numbers = {"query", "positives", "negatives"}
         for parsed in parse_rows(self.path, rows, self._parse, report):
@@ -383,15 +406,6 @@ class RecordSource:
                 if not all(map(_is_number, texts)):
                     roles_of_numbers.discard(role)
             yield parsed
-        for role, name in self._columns.items():
-            if name in self._unseen_names:
-                fields = quoted(", ".join(self._fields), 200)
-                message = f"no record has the field {quoted(name)}, the first one has {fields}"
-                remedy = (
-                    f"correct {role}={name} in data_columns, or leave it out; one of several sets "
-                    "can have columns of its own"
-                )
-                raise DataError(one_line(f"{self.path}: {message} ({remedy})"))
         report.refuse_if_nothing_left(self.path, num_matches, "records")
         for role in sorted(roles_of_numbers):
             if num_matches > 1 and getattr(self._first_record, role):
@@ -445,7 +459,6 @@ class RecordSource:
         Raises:
             Fault: for a field that is missing, empty or of another type.
         """
-        self._unseen_names.difference_update(row)
         chosen = self._chosen or (
             self._choose_field("query", row),
             self._choose_field("positive", row),
@@ -494,7 +507,6 @@ class RecordSource:
             scores = [scores[position] for position in (*positives, *first_positions.values())]
         if self._chosen is None:
             self._chosen = chosen  # the first usable record decides for all others
-            self._fields = list(row)
             used_names = {"", *chosen, *numbered_fields}
             for role, names in self._names.items():
                 is_list = isinstance(value, list) and isinstance(get_first_value(row, names), list)
@@ -508,7 +520,7 @@ class RecordSource:
     def _choose_field(self, role: str, row: Mapping[str, Any]) -> str:
         present_names = [name for name in self._names[role] if name in row]
         if not present_names:
-            raise _make_missing_field_fault(role, row, self._columns.get(role))
+            raise _make_missing_field_fault(role, self._names[role], row, "data_columns")
         names_with_value = [name for name in present_names if row[name] is not None]
         return (names_with_value or present_names)[0]
 
@@ -545,11 +557,11 @@ class RecordSource:
                 is_list = isinstance(row[name], list) and isinstance(passages, list)
                 values = row[name] if is_list else [row[name]] * num_passages
                 scores[name] = [_WORDS_FOR_NUMBERS.get(_fold(str(v)), v) for v in values]
+                if self._min_score is not None:
+                    break
         if self._min_score is not None:
             if not scores:
-                raise _make_missing_field_fault("score", row, self._columns.get("score"))
-            first_name = next(iter(scores))
-            scores = {first_name: scores[first_name]}
+                raise _make_missing_field_fault("score", self._names["score"], row, "data_columns")
         # `sentence1` is a field of sentence-transformers' scored pairs, in which a low score marks
         # a pair without match.
         elif scores and "sentence1" in chosen:
@@ -610,12 +622,13 @@ def _list_names(
     return names
 
 
-def _make_missing_field_fault(role: str, row: Mapping[str, Any], given: str | None) -> Fault:
+def _make_missing_field_fault(
+    role: str, names: Sequence[str], row: Mapping[str, Any], option: Option
+) -> Fault:
     fields = quoted(", ".join(row), 200)
-    if given is not None:
-        detail = f"there is no column {quoted(given)}, only {fields}{closest(given, row)}"
-        return Fault(f"missing {role}", detail, f"correct {role}={given} in data_columns")
-    return Fault(f"missing {role}", f"its fields are {fields}; set --data_columns {role}=NAME")
+    missing = quoted(", ".join(names), 200) + closest(names[0], row)
+    detail = f"its fields are {fields}, with no column {missing}"
+    return Fault(f"missing {role}", detail, f"rename a column, or set --{option} {role}=NAME")
 
 
 def _parse_passages(value: Any, field_name: str, title: str = "") -> list[ScoredText]:
@@ -653,7 +666,7 @@ def _is_number(value: Any) -> bool:
 
 
 def parse_columns(
-    columns: Columns, option: Literal["data_columns", "corpus_columns"] = "data_columns"
+    columns: Columns, option: Option = "data_columns"
 ) -> dict[str, str]:
     """Return column names by role.
 
@@ -735,19 +748,11 @@ def read_passages(
         elif head.startswith(b"["):
             data_format = "dpr"  # a JSON array
     names = _list_names(CORPUS_FIELDS, columns)
-    required_roles = {"id", "text", *columns}
 
     def parse_passage(row: Mapping[str, Any]) -> Passage:
-        for role in sorted(required_roles):
+        for role in ("text", "id"):
             if set(names[role]).isdisjoint(row):
-                fields = quoted(", ".join(row), 200)
-                expected = ", ".join(names[role])
-                raise Fault(
-                    f"missing {role}",
-                    f"its fields are {fields}, and none is {expected}; rename one, or for "
-                    f"documents set --corpus_columns {role}=NAME",
-                )
-        required_roles.discard("title")  # later documents may have none
+                raise _make_missing_field_fault(role, names[role], row, "corpus_columns")
         identifier = parse_id(get_first_value(row, names["id"]), "id")
         title = parse_text(get_first_value(row, names["title"]), "title", may_be_blank=True)
         text = parse_text(get_first_value(row, names["text"]), "text", may_be_blank=True)
@@ -756,4 +761,5 @@ def read_passages(
             raise Fault("empty passage", quoted(passage.id))
         return passage
 
-    return parse_rows(path, _read_rows(path, data_format, split=None), parse_passage, report)
+    rows = _read_rows(path, data_format, None, columns, "corpus_columns")
+    return parse_rows(path, rows, parse_passage, report)

@@ -96,7 +96,7 @@ def test_records_of_a_file_may_have_different_fields(tmp_path):
         Record("c", ["x"], ["n"]),
     ]
     with pytest.raises(
-        DataError, match=r"a\.jsonl:1: missing positive: there is no column 'pp', only 'q, p'"
+        DataError, match=r"a\.jsonl:1: missing positive: its fields are 'q, p', with no column 'pp'"
     ):
         read(path, columns={"query": "q", "positive": "pp"})
 
