@@ -10,12 +10,9 @@ from __future__ import annotations
 import json
 import os
 import re
-from array import array
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Literal, NamedTuple, cast, get_args
-
-import numpy as np
 
 from contaccum.data.beir import (
     convert_llama_index,
@@ -154,20 +151,6 @@ class Passage(NamedTuple):
     def passage(self) -> str:
         """The title, a space and the text in one string, which the model encodes."""
         return passage_text(self.title, self.text)
-
-
-def count_repeated(
-    records: Iterable[Record], path: AnyPath, report: RecordReport
-) -> Iterator[Record]:
-    """Yield the records of a file; then count those that equal an earlier one in the report.
-
-    Memory holds 8 bytes for each record: two different ones have the same hash in rare cases only.
-    """
-    hashes = array("q")
-    for record in records:
-        hashes.append(hash(str(record)))
-        yield record
-    report.repeated[str(path)] += len(hashes) - len(np.unique(hashes))
 
 
 def sniff_format(source: AnyPath, columns: Mapping[str, str] | None = None) -> DataFormat:
@@ -379,10 +362,7 @@ class RecordSource:
             )
 
     def records(self, report: RecordReport) -> Iterator[Record]:
-        """Yield every record that can be used, and count repeated and other ones in the report."""
-        return count_repeated(self._read_records(report), self.path, report)
-
-    def _read_records(self, report: RecordReport) -> Iterator[Record]:
+        """Yield every record that can be used, and count the others in the report."""
         if self.data_format == "beir":
             for query, positives in read_judged_pairs(self.path, self._split, report):
                 record = Record(query, positives, [])
