@@ -293,7 +293,6 @@ def load_mining_data(
             rows_of_key[key].append(row)
     data = MiningData(list(records_of_query), documents, pool_size, [], [], [], [], [], record)
     num_pairs = 0
-    num_negatives = 0
     for query, rows_of_records in records_of_query.items():
         text_hash = _hash_text(query)
         own_rows = dict.fromkeys(chain.from_iterable(rows_of_records))
@@ -307,11 +306,11 @@ def load_mining_data(
             record_negatives.append([row for row in rows if row not in positive_rows])
         data.record_negatives.append(record_negatives)
         data.known.append(list(dict.fromkeys(chain(positive_rows, *record_negatives))))
-        num_negatives += len(data.known[-1]) - len(positive_rows)
         excluded = set(chain.from_iterable(rows_of_key[key] for key in copies[text_hash]))
         data.excluded.append(sorted(excluded))
     record["records"] = report.summary()
     record["fingerprint"] = content.hex()
+    num_negatives = sum(map(len, data.known)) - sum(map(len, data.positives))
     record.update(
         queries=len(data.queries), pairs=num_pairs, negatives=num_negatives, passages=pool_size
     )

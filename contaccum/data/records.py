@@ -369,9 +369,7 @@ class RecordSource:
                 self._first_record = self._first_record or record
                 yield record
             return
-        rows = _read_rows(
-            self.path, self.data_format, self._split, self._columns, "data_columns"
-        )
+        rows = _read_rows(self.path, self.data_format, self._split, self._columns, "data_columns")
         num_matches = 0
         roles_of_numbers = {"query", "positives", "negatives"}
         for parsed in parse_rows(self.path, rows, self._parse, report):
@@ -386,7 +384,6 @@ class RecordSource:
                 if not all(map(_is_number, texts)):
                     roles_of_numbers.discard(role)
             yield parsed
-        report.refuse_if_nothing_left(self.path, num_matches, "records")
         for role in sorted(roles_of_numbers):
             if num_matches > 1 and getattr(self._first_record, role):
                 raise DataError(
@@ -489,7 +486,7 @@ class RecordSource:
             self._chosen = chosen  # the first usable record decides for all others
             used_names = {"", *chosen, *numbered_fields}
             for role, names in self._names.items():
-                is_list = isinstance(value, list) and isinstance(get_first_value(row, names), list)
+                is_list = isinstance(get_first_value(row, names), list)
                 is_read = role != "score" or is_list or self._min_score is not None
                 if role not in ("query", "positive") and is_read:
                     used_names.update(names)
@@ -521,7 +518,8 @@ class RecordSource:
     ) -> list[bool]:
         """Return, for each passage of a row, if its score or label is that of a match.
 
-        A list of passages may have a list of scores. Another score is that of all passages.
+        A list of passages may have a list of scores, and a single one a list of one score. Another
+        score is that of all passages.
 
         Raises:
             Fault: for a list of scores that is not as long as that of the passages. With
@@ -534,7 +532,9 @@ class RecordSource:
         for usual_name in self._names["score"]:
             name = folded_names.get(_fold(usual_name))
             if name is not None:
-                is_list = isinstance(row[name], list) and isinstance(passages, list)
+                is_list = isinstance(row[name], list)
+                if is_list and not isinstance(passages, list):
+                    is_list = len(row[name]) == 1  # longer ones are no labels, but topics
                 values = row[name] if is_list else [row[name]] * num_passages
                 scores[name] = [_WORDS_FOR_NUMBERS.get(_fold(str(v)), v) for v in values]
                 if self._min_score is not None:
@@ -591,14 +591,10 @@ def _list_names(
     fields: Mapping[str, Sequence[str]], columns: Mapping[str, str]
 ) -> dict[str, list[str]]:
     """Return {role: names of the field}: the column of the role, or else its usual names."""
-    # A column that has a role is not used for another one, even if its name is a usual name there.
-    assigned_names = set(columns.values())
-    names = {}
-    for role, usual_names in fields.items():
-        if role in columns:
-            names[role] = [columns[role]]
-        else:
-            names[role] = [name for name in usual_names if name not in assigned_names]
+    names = {role: [name] for role, name in columns.items()}
+    for role in fields.keys() - columns.keys():
+        # A column with a role is not used for another one, even if its name is a usual name there.
+        names[role] = [name for name in fields[role] if name not in columns.values()]
     return names
 
 
@@ -645,9 +641,7 @@ def _is_number(value: Any) -> bool:
     return True
 
 
-def parse_columns(
-    columns: Columns, option: Option = "data_columns"
-) -> dict[str, str]:
+def parse_columns(columns: Columns, option: Option = "data_columns") -> dict[str, str]:
     """Return column names by role.
 
     Args:

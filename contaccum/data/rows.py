@@ -154,13 +154,12 @@ def parse_rows(
     Args:
         path: the file, for messages.
         rows: its rows.
-        parse: a function that parses a row, or raises `Fault`.
+        parse: a function that parses a row, or raises `Fault`; None: a setting leaves the row out.
         report: counts go here; its `on_bad_record` decides about bad records.
 
     Raises:
         DataError: at a bad record under "stop", or if no record can be used.
     """
-    num_used = 0
     hashes = array("q")
     for line, row in rows:
         report.by_file[str(path)] += 1
@@ -173,12 +172,11 @@ def parse_rows(
                 raise _make_data_error(path, line, fault) from None
             report.leave_out(f"{path}:{line}", fault.reason)
         else:
-            num_used += 1
-            if value is not None:  # not left out by a setting
+            if value is not None:
                 hashes.append(hash(str(value)))
             yield value
     report.repeated[str(path)] += len(hashes) - len(np.unique(hashes))
-    report.refuse_if_nothing_left(path, num_used, "records")
+    report.refuse_if_nothing_left(path, len(hashes), "records")
 
 
 def _make_data_error(file: AnyPath, line: int, fault: Fault) -> DataError:

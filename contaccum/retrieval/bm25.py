@@ -112,7 +112,9 @@ def fuse_runs(
                 sums[document_id] = sums.get(document_id, 0.0) + weight * scaled
             last = min(part.values(), default=0.0)
             for document_id in rest:
-                rest[document_id] += weight * (part.get(document_id, last) - lowest) / (width or 1.0)
+                rest[document_id] += (
+                    weight * (part.get(document_id, last) - lowest) / (width or 1.0)
+                )
         for document_id, score in rest.items():
             sums.setdefault(document_id, score)
         fused[query_id] = dict(sorted(sums.items(), key=lambda item: -item[1]))
