@@ -527,42 +527,38 @@ class RecordSource:
                 without match, and for every score of a pair with a field `sentence1`.
         """
         num_passages = len(passages) if isinstance(passages, list) else 1
-        scores = {}
+        is_match = [True] * num_passages
         folded_names = {_fold(name): name for name in row if row[name] is not None}
         for usual_name in self._names["score"]:
             name = folded_names.get(_fold(usual_name))
-            if name is not None:
-                is_list = isinstance(row[name], list)
-                if is_list and not isinstance(passages, list):
-                    is_list = len(row[name]) == 1  # longer ones are no labels, but topics
-                values = row[name] if is_list else [row[name]] * num_passages
-                scores[name] = [_WORDS_FOR_NUMBERS.get(_fold(str(v)), v) for v in values]
-                if self._min_score is not None:
-                    break
-        if self._min_score is not None:
-            if not scores:
-                raise _make_missing_field_fault("score", self._names["score"], row, "data_columns")
-        # `sentence1` is a field of sentence-transformers' scored pairs, in which a low score marks
-        # a pair without match.
-        elif scores and "sentence1" in chosen:
-            raise Fault("a pair with a score", _MIN_SCORE_REMEDY)
-        is_match = [True] * num_passages
-        for name, values in scores.items():
+            if name is None:
+                continue
+            # `sentence1` is a field of sentence-transformers' scored pairs, in which a low score
+            # marks a pair without match.
+            if self._min_score is None and "sentence1" in chosen:
+                raise Fault("a pair with a score", _MIN_SCORE_REMEDY)
+            is_list = isinstance(row[name], list)
+            if is_list and not isinstance(passages, list):
+                is_list = len(row[name]) == 1  # longer ones are no labels, but topics
+            values = row[name] if is_list else [row[name]] * num_passages
+            values = [_WORDS_FOR_NUMBERS.get(_fold(str(value)), value) for value in values]
             if self._min_score is None and values and not any(map(_is_number, values)):
                 continue  # texts, such as topics
             if len(values) != num_passages:
                 detail = f"{name} has {len(values)}, and {chosen[1]} {num_passages}"
                 raise Fault("not a label for each passage", detail)
             if self._min_score is not None:
-                found = [parse_number(value) >= self._min_score for value in values]
-            elif isinstance(row[name], list):
+                return [parse_number(value) >= self._min_score for value in values]
+            if is_list:
                 found = [parse_number(value) > 0 for value in values]
             else:
                 # Negative numbers that are not whole are scores, such as a cross-encoder's.
                 found = [float(value) > 0 or not float(value).is_integer() for value in values]
             is_match = [before and now for before, now in zip(is_match, found, strict=True)]
-            if self._min_score is None and not any(is_match):
+            if not any(is_match):
                 raise Fault(f"a pair with {name} 0", _MIN_SCORE_REMEDY)
+        if self._min_score is not None:
+            raise _make_missing_field_fault("score", self._names["score"], row, "data_columns")
         return is_match
 
     def _parse_teacher_scores(

@@ -104,17 +104,17 @@ def fuse_runs(
         sums: dict[str, float] = {}
         rest = dict.fromkeys([*scores, *bm25_scores], 0.0)
         for weight, part in ((1.0 - bm25_weight, scores), (bm25_weight, bm25_scores)):
-            hits = sorted(part.items(), key=lambda hit: -hit[1])[:FUSION_DEPTH]
-            lowest = hits[-1][1] if hits else 0.0
-            width = hits[0][1] - lowest if hits else 0.0
-            for document_id, score in hits:
+            if not part:
+                continue
+            hits = sorted(part.items(), key=lambda hit: -hit[1])
+            lowest = hits[:FUSION_DEPTH][-1][1]
+            width = hits[0][1] - lowest
+            for document_id, score in hits[:FUSION_DEPTH]:
                 scaled = (score - lowest) / width if width > 0.0 else 1.0
                 sums[document_id] = sums.get(document_id, 0.0) + weight * scaled
-            last = min(part.values(), default=0.0)
             for document_id in rest:
-                rest[document_id] += (
-                    weight * (part.get(document_id, last) - lowest) / (width or 1.0)
-                )
+                score = part.get(document_id, hits[-1][1])
+                rest[document_id] += weight * (score - lowest) / (width or 1.0)
         for document_id, score in rest.items():
             sums.setdefault(document_id, score)
         fused[query_id] = dict(sorted(sums.items(), key=lambda item: -item[1]))
