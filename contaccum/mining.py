@@ -55,7 +55,7 @@ Ranking = tuple[np.ndarray, np.ndarray, np.ndarray]
 """The k best passages of the pool for one query, known ones included, and its known passages.
 
 The scores of the passages, float32 (k,), descending; their rows in the pool, int64 (k,); and the
-scores of the query's p known positives and then of its n known negatives, float32 (p + n,).
+scores of the rows of `MiningData.known`, float32 (p,).
 """
 
 
@@ -164,9 +164,8 @@ class MiningData:
             others that the data have for the same query text.
         record_positives: rows of the positives of each query's distinct records, for example
             [[0, 4], [2]] for a query with two. Each judgement of a BEIR folder is a record.
-        negatives: rows of the negatives that each query's own records list, without known
-            positives.
-        record_negatives: rows of these negatives by record, as `record_positives`.
+        record_negatives: rows of the negatives that these records list, without known positives.
+        known: rows of `positives`, and then of the query's `record_negatives`, each once.
         excluded: rows of the pool that must not be mined for each query: known positives, passages
             that share a text or id with one, copies of the query, and negatives that the data list.
         record: path, format, fingerprint and counts of the data, for reports.
@@ -177,8 +176,8 @@ class MiningData:
     pool_size: int
     positives: list[list[int]]
     record_positives: list[list[list[int]]]
-    negatives: list[list[int]]
     record_negatives: list[list[list[int]]]
+    known: list[list[int]]
     excluded: list[list[int]]
     record: JsonObject = field(repr=False, compare=False)
 
@@ -244,6 +243,8 @@ def load_mining_data(
             )
     if corpus is not None:
         pool = read_passages(corpus, report, may_be_blank=True, columns=corpus_columns)
+    elif corpus_columns:
+        raise ConfigError("corpus_columns: there is no corpus (drop it, or give a corpus)")
 
     content = Fingerprint()
     documents: list[Passage] = []
@@ -296,19 +297,20 @@ def load_mining_data(
         text_hash = _hash_text(query)
         own_rows = dict.fromkeys(chain.from_iterable(rows_of_records))
         num_pairs += len(own_rows)
-        data.positives.append(list(own_rows | known_rows[text_hash]))
+        positive_rows = own_rows | known_rows[text_hash]
+        data.positives.append(list(positive_rows))
         data.record_positives.append(list(map(list, rows_of_records)))
         record_negatives = []
         for texts in rows_of_records.values():
             rows = dict.fromkeys(map(find_row, _make_passages(texts)))
-            record_negatives.append([row for row in rows if row not in known_rows[text_hash]])
+            record_negatives.append([row for row in rows if row not in positive_rows])
         data.record_negatives.append(record_negatives)
-        data.negatives.append(list(dict.fromkeys(chain.from_iterable(record_negatives))))
+        data.known.append(list(dict.fromkeys(chain(positive_rows, *record_negatives))))
         excluded = set(chain.from_iterable(rows_of_key[key] for key in copies[text_hash]))
         data.excluded.append(sorted(excluded))
     record["records"] = report.summary()
     record["fingerprint"] = content.hex()
-    num_negatives = sum(map(len, data.negatives))
+    num_negatives = sum(map(len, data.known)) - sum(map(len, data.positives))
     record.update(
         queries=len(data.queries), pairs=num_pairs, negatives=num_negatives, passages=pool_size
     )
@@ -364,16 +366,20 @@ class MinedNegatives:
             `num_negatives`, in the order of the search, also with a cross-encoder.
         scores: scores of these negatives, float32 (n,): the logits of the cross-encoder, or,
             without one, the scores of the search.
-        positive_scores, negative_scores: scores of `data.positives` and of `data.negatives`, of the
-            same kind.
+        known_scores: scores of `data.known`, of the same kind.
     """
 
     data: MiningData
     settings: JsonObject
     rows: list[np.ndarray] = field(default_factory=list)
     scores: list[np.ndarray] = field(default_factory=list)
-    positive_scores: list[np.ndarray] = field(default_factory=list)
-    negative_scores: list[np.ndarray] = field(default_factory=list)
+    known_scores: list[np.ndarray] = field(default_factory=list)
+
+    @property
+    def positive_scores(self) -> list[np.ndarray]:
+        """Scores of `data.positives`."""
+        pairs = zip(self.known_scores, self.data.positives, strict=True)
+        return [scores[: len(positives)] for scores, positives in pairs]
 
     def record(self) -> JsonObject:
         """Return settings, counts and mean scores, for a report."""
@@ -451,7 +457,7 @@ def mine_hard_negatives(
         rows = rows[candidates]
         scores = scores[candidates]
         if cross_encoder is not None:
-            known = [*data.positives[query], *data.negatives[query]]
+            known = data.known[query]
             texts = [data.documents[row].passage for row in [*known, *rows]]
             # Logits, because a margin such as 3 has no meaning for scores between 0 and 1.
             logits = cross_encoder.predict(
@@ -461,12 +467,11 @@ def mine_hard_negatives(
                 show_progress_bar=False,
             )
             known_scores, scores = np.split(logits, [len(known)])
-        positive_scores, negative_scores = np.split(known_scores, [len(data.positives[query])])
-        selected = selection_rules.select(scores, positive_scores.min(), rng)
+        lowest_positive = known_scores[: len(data.positives[query])].min()
+        selected = selection_rules.select(scores, lowest_positive, rng)
         mined.rows.append(rows[selected])
         mined.scores.append(scores[selected])
-        mined.positive_scores.append(positive_scores)
-        mined.negative_scores.append(negative_scores)
+        mined.known_scores.append(known_scores)
     if not any(map(len, mined.rows)):
         raise DataError(
             f"{data.record['path']}: no query has a negative left "
@@ -491,8 +496,8 @@ def _rank_by_model(
         excluded = data.excluded[start : start + _QUERIES_PER_SEARCH]
         all_scores, all_rows = search(index, queries, depth + max(map(len, excluded)))
         for number, embedding in enumerate(queries):
-            rows = data.positives[start + number] + data.negatives[start + number]
-            known = prepare_vectors(passage_embeddings[rows], metric, "document embedding")
+            known = passage_embeddings[data.known[start + number]]
+            known = prepare_vectors(known, metric, "document embedding")
             yield all_scores[number], all_rows[number], known @ embedding
 
 
@@ -503,7 +508,7 @@ def _rank_by_bm25(data: MiningData, depth: int, show_progress: bool) -> Iterator
     index = bm25.build_index(texts, show_progress)
     for query, scores in enumerate(bm25.score_queries(index, data.queries)):
         rows = bm25.find_best(scores[: data.pool_size], depth + len(data.excluded[query]))
-        yield scores[rows], rows, scores[data.positives[query] + data.negatives[query]]
+        yield scores[rows], rows, scores[data.known[query]]
 
 
 def load_cross_encoder(
@@ -586,9 +591,8 @@ def _format_lines(mined: MinedNegatives) -> Iterator[str]:
     # A file has either only lists or no lists, so that each of its columns has one type.
     has_lists = any(len(rows) > 1 for rows in chain.from_iterable(data.record_positives))
     for query, text in enumerate(data.queries):
-        known_rows = data.positives[query] + data.negatives[query]
-        known_scores = [*mined.positive_scores[query], *mined.negative_scores[query]]
-        score_of_row = dict(zip(known_rows, map(float, known_scores), strict=True))
+        known_scores = mined.known_scores[query].tolist()
+        score_of_row = dict(zip(data.known[query], known_scores, strict=True))
         mined_scores = mined.scores[query].tolist()
         rows_of_records = zip(
             data.record_positives[query], data.record_negatives[query], strict=True

@@ -20,7 +20,7 @@ from transformers import BertForMaskedLM, BertForSequenceClassification
 from contaccum import DualEncoder
 from contaccum.data import load_training_data
 from contaccum.data.sampling import decode
-from contaccum.errors import DataError, UserError
+from contaccum.errors import ConfigError, DataError, UserError
 from contaccum.mining import (
     MinedNegatives,
     MiningData,
@@ -487,6 +487,8 @@ def test_the_columns_of_a_separate_corpus_may_have_other_names(tmp_path):
     pairs = [{"query": "q", "positive": "It is blue."}]
     data = load_mining_data(pairs, corpus, corpus_columns=columns)
     assert [document.id for document in data.documents[: data.pool_size]] == ["7"]
+    with pytest.raises(ConfigError, match="corpus_columns: there is no corpus"):
+        load_mining_data(pairs, corpus_columns=columns)
 
 
 def test_a_positive_that_a_separate_corpus_lacks_is_not_in_the_pool(tmp_path):

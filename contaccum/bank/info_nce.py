@@ -128,7 +128,6 @@ class BankedInfoNCE(nn.Module):
         self.compensation = DriftCompensation(settings)
         self.centering = GradientCentering(settings.center_gradients, settings.pairs_per_update)
         self._has_warned_of_no_update = False
-        self._num_pairs_before_update = 0  # of `clock.num_pairs`
         self._num_unexpected = 0  # latest updates in a row without `pairs_per_update` pairs
         self._local_losses: Tensor | None = None  # (n,), of the last micro-step
         self._describe_last: Callable[[], dict[str, Any]] = dict
@@ -383,8 +382,7 @@ class BankedInfoNCE(nn.Module):
         The next micro-step detects the step of a torch optimizer and calls this method by itself.
         If you call it after an optimizer step, that step is not counted twice.
         """
-        num_pairs = self.clock.num_pairs - self._num_pairs_before_update
-        self._num_pairs_before_update = self.clock.num_pairs
+        num_pairs = self.clock.num_pairs - self.clock.update_start
         expected = self.settings.pairs_per_update
         # If `begin_update` was called, its number counts.
         if num_pairs in (0, expected) or self.centering.num_pairs != expected:

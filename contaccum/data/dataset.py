@@ -19,14 +19,8 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from contaccum.data.records import (
-    DataFormat,
-    Record,
-    RecordSource,
-    count_repeated,
-    parse_columns,
-)
-from contaccum.data.rows import OnBadRecord, RecordReport
+from contaccum.data.records import DataFormat, Record, RecordSource, parse_columns
+from contaccum.data.rows import OnBadRecord, RecordReport, parse_rows
 from contaccum.data.sampling import (
     TOO_FEW,
     EpochSampling,
@@ -90,7 +84,7 @@ def store_records(
         num_records = 0
         parsed = source.records(report)
         if records is not None:
-            parsed = count_repeated(records, source.path, report)
+            parsed = parse_rows(source.path, enumerate(records), lambda record: record, report)
         for record in parsed:
             num_records += 1
             contents["texts"].add(record.query, *record.positives, "")
@@ -99,8 +93,6 @@ def store_records(
                 contents["scores"].add(record.scores)
             query_id, *positive_ids = text_ids([record.query, *record.positives]).tolist()
             yield {**record._asdict(), "query_id": query_id, "positive_ids": positive_ids}
-        if records is not None:
-            report.by_file[str(source.path)] = num_records
         report.refuse_if_nothing_left(source.path, num_records, "training pairs")
         hashes = {name: content.hex() for name, content in contents.items()}
         last_row = dict.fromkeys(features)

@@ -10,12 +10,9 @@ from __future__ import annotations
 import json
 import os
 import re
-from array import array
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Literal, NamedTuple, cast, get_args
-
-import numpy as np
 
 from contaccum.data.beir import (
     convert_llama_index,
@@ -45,6 +42,10 @@ from contaccum.data.rows import (
 from contaccum.errors import ConfigError, DataError, check_choice, closest, one_line, quoted
 from contaccum.files import AnyPath, fingerprint
 from contaccum.settings import DataFormat
+
+Columns = Mapping[str, str] | Sequence[str] | None
+"""Names of columns by role, as `parse_columns` takes them."""
+Option = Literal["data_columns", "corpus_columns"]
 
 DATA_FORMATS: tuple[DataFormat, ...] = get_args(DataFormat)
 
@@ -152,20 +153,6 @@ class Passage(NamedTuple):
         return passage_text(self.title, self.text)
 
 
-def count_repeated(
-    records: Iterable[Record], path: AnyPath, report: RecordReport
-) -> Iterator[Record]:
-    """Yield the records of a file; then count those that equal an earlier one in the report.
-
-    Memory holds 8 bytes for each record: two different ones have the same hash in rare cases only.
-    """
-    hashes = array("q")
-    for record in records:
-        hashes.append(hash(str(record)))
-        yield record
-    report.repeated[str(path)] += len(hashes) - len(np.unique(hashes))
-
-
 def sniff_format(source: AnyPath, columns: Mapping[str, str] | None = None) -> DataFormat:
     """Detect the format of training data from their content.
 
@@ -224,16 +211,38 @@ def _is_saved_dataset(path: Path) -> bool:
     return any((path / name).exists() for name in _SAVED_DATASET_FILES)
 
 
-def _read_rows(path: Path, data_format: str, split: str | None) -> Rows:
-    """Return the unparsed rows of a file or dataset in any format except "beir"."""
+def _read_rows(
+    path: Path, data_format: str, split: str | None, columns: Mapping[str, str], option: Option
+) -> Rows:
+    """Yield the unparsed rows of a file or dataset in any format except "beir".
+
+    Raises:
+        DataError: at the end, if no row has a column that the option names.
+    """
     if data_format in ("hub", "parquet"):
         tables = _load_dataset(path, data_format, split).with_format("arrow").iter(1000)
-        return read_arrow(path, tables)
-    if data_format == "dpr":
-        return read_json_array(path)
-    if data_format == "csv":
-        return read_csv(path)
-    return read_json_lines(path)
+        rows = read_arrow(path, tables)
+    elif data_format == "dpr":
+        rows = read_json_array(path)
+    elif data_format == "csv":
+        rows = read_csv(path)
+    else:
+        rows = read_json_lines(path)
+    fields: dict[str, None] = {}
+    for line, row in rows:
+        if not isinstance(row, Fault):
+            fields.update(dict.fromkeys(row))
+        yield line, row
+    for role, name in columns.items():
+        if name not in fields:
+            found = f"only {quoted(', '.join(fields), 200)}{closest(name, fields)}"
+            remedy = (
+                f"correct {role}={name} in {option}, or leave it out; one of several sets can have "
+                "columns of its own"
+            )
+            raise DataError(
+                one_line(f"{path}: no record has the field {quoted(name)}, {found} ({remedy})")
+            )
 
 
 def _load_dataset(path: Path, data_format: str, split: str | None) -> Any:
@@ -303,9 +312,6 @@ def read_records(
     return source.records(report or RecordReport())
 
 
-Columns = Mapping[str, str] | Sequence[str] | None
-"""Names of columns by role, as `parse_columns` takes them."""
-
 ScoredText = tuple[str, Any]
 """The text of a passage, and the unparsed value of its field "score", or None."""
 
@@ -346,10 +352,8 @@ class RecordSource:
         self._needs_scores = needs_scores
         self._min_score = min_score
         self._first_record: Record | None = None
-        self._fields: list[str] = []  # of the first record
         self._unused_fields: list[str] = []
         self._chosen: tuple[str, str] | None = None  # names of the query's and positive's fields
-        self._unseen_names = set(self._columns.values())
         self._names = _list_names(FIELDS, self._columns)
         if self.data_format == "beir" and (self._columns or min_score is not None or needs_scores):
             raise ConfigError(
@@ -358,17 +362,14 @@ class RecordSource:
             )
 
     def records(self, report: RecordReport) -> Iterator[Record]:
-        """Yield every record that can be used, and count repeated and other ones in the report."""
-        return count_repeated(self._read_records(report), self.path, report)
-
-    def _read_records(self, report: RecordReport) -> Iterator[Record]:
+        """Yield every record that can be used, and count the others in the report."""
         if self.data_format == "beir":
             for query, positives in read_judged_pairs(self.path, self._split, report):
                 record = Record(query, positives, [])
                 self._first_record = self._first_record or record
                 yield record
             return
-        rows = _read_rows(self.path, self.data_format, self._split)
+        rows = _read_rows(self.path, self.data_format, self._split, self._columns, "data_columns")
         num_matches = 0
         roles_of_numbers = {"query", "positives", "negatives"}
         for parsed in parse_rows(self.path, rows, self._parse, report):
@@ -383,16 +384,6 @@ class RecordSource:
                 if not all(map(_is_number, texts)):
                     roles_of_numbers.discard(role)
             yield parsed
-        for role, name in self._columns.items():
-            if name in self._unseen_names:
-                fields = quoted(", ".join(self._fields), 200)
-                message = f"no record has the field {quoted(name)}, the first one has {fields}"
-                remedy = (
-                    f"correct {role}={name} in data_columns, or leave it out; one of several sets "
-                    "can have columns of its own"
-                )
-                raise DataError(one_line(f"{self.path}: {message} ({remedy})"))
-        report.refuse_if_nothing_left(self.path, num_matches, "records")
         for role in sorted(roles_of_numbers):
             if num_matches > 1 and getattr(self._first_record, role):
                 raise DataError(
@@ -445,7 +436,6 @@ class RecordSource:
         Raises:
             Fault: for a field that is missing, empty or of another type.
         """
-        self._unseen_names.difference_update(row)
         chosen = self._chosen or (
             self._choose_field("query", row),
             self._choose_field("positive", row),
@@ -494,10 +484,9 @@ class RecordSource:
             scores = [scores[position] for position in (*positives, *first_positions.values())]
         if self._chosen is None:
             self._chosen = chosen  # the first usable record decides for all others
-            self._fields = list(row)
             used_names = {"", *chosen, *numbered_fields}
             for role, names in self._names.items():
-                is_list = isinstance(value, list) and isinstance(get_first_value(row, names), list)
+                is_list = isinstance(get_first_value(row, names), list)
                 is_read = role != "score" or is_list or self._min_score is not None
                 if role not in ("query", "positive") and is_read:
                     used_names.update(names)
@@ -508,7 +497,7 @@ class RecordSource:
     def _choose_field(self, role: str, row: Mapping[str, Any]) -> str:
         present_names = [name for name in self._names[role] if name in row]
         if not present_names:
-            raise _make_missing_field_fault(role, row, self._columns.get(role))
+            raise _make_missing_field_fault(role, self._names[role], row, "data_columns")
         names_with_value = [name for name in present_names if row[name] is not None]
         return (names_with_value or present_names)[0]
 
@@ -529,7 +518,8 @@ class RecordSource:
     ) -> list[bool]:
         """Return, for each passage of a row, if its score or label is that of a match.
 
-        A list of passages may have a list of scores. Another score is that of all passages.
+        A list of passages may have a list of scores, and a single one a list of one score. Another
+        score is that of all passages.
 
         Raises:
             Fault: for a list of scores that is not as long as that of the passages. With
@@ -537,40 +527,38 @@ class RecordSource:
                 without match, and for every score of a pair with a field `sentence1`.
         """
         num_passages = len(passages) if isinstance(passages, list) else 1
-        scores = {}
+        is_match = [True] * num_passages
         folded_names = {_fold(name): name for name in row if row[name] is not None}
         for usual_name in self._names["score"]:
             name = folded_names.get(_fold(usual_name))
-            if name is not None:
-                is_list = isinstance(row[name], list) and isinstance(passages, list)
-                values = row[name] if is_list else [row[name]] * num_passages
-                scores[name] = [_WORDS_FOR_NUMBERS.get(_fold(str(v)), v) for v in values]
-        if self._min_score is not None:
-            if not scores:
-                raise _make_missing_field_fault("score", row, self._columns.get("score"))
-            first_name = next(iter(scores))
-            scores = {first_name: scores[first_name]}
-        # `sentence1` is a field of sentence-transformers' scored pairs, in which a low score marks
-        # a pair without match.
-        elif scores and "sentence1" in chosen:
-            raise Fault("a pair with a score", _MIN_SCORE_REMEDY)
-        is_match = [True] * num_passages
-        for name, values in scores.items():
+            if name is None:
+                continue
+            # `sentence1` is a field of sentence-transformers' scored pairs, in which a low score
+            # marks a pair without match.
+            if self._min_score is None and "sentence1" in chosen:
+                raise Fault("a pair with a score", _MIN_SCORE_REMEDY)
+            is_list = isinstance(row[name], list)
+            if is_list and not isinstance(passages, list):
+                is_list = len(row[name]) == 1  # longer ones are no labels, but topics
+            values = row[name] if is_list else [row[name]] * num_passages
+            values = [_WORDS_FOR_NUMBERS.get(_fold(str(value)), value) for value in values]
             if self._min_score is None and values and not any(map(_is_number, values)):
                 continue  # texts, such as topics
             if len(values) != num_passages:
                 detail = f"{name} has {len(values)}, and {chosen[1]} {num_passages}"
                 raise Fault("not a label for each passage", detail)
             if self._min_score is not None:
-                found = [parse_number(value) >= self._min_score for value in values]
-            elif isinstance(row[name], list):
+                return [parse_number(value) >= self._min_score for value in values]
+            if is_list:
                 found = [parse_number(value) > 0 for value in values]
             else:
                 # Negative numbers that are not whole are scores, such as a cross-encoder's.
                 found = [float(value) > 0 or not float(value).is_integer() for value in values]
             is_match = [before and now for before, now in zip(is_match, found, strict=True)]
-            if self._min_score is None and not any(is_match):
+            if not any(is_match):
                 raise Fault(f"a pair with {name} 0", _MIN_SCORE_REMEDY)
+        if self._min_score is not None:
+            raise _make_missing_field_fault("score", self._names["score"], row, "data_columns")
         return is_match
 
     def _parse_teacher_scores(
@@ -599,23 +587,20 @@ def _list_names(
     fields: Mapping[str, Sequence[str]], columns: Mapping[str, str]
 ) -> dict[str, list[str]]:
     """Return {role: names of the field}: the column of the role, or else its usual names."""
-    # A column that has a role is not used for another one, even if its name is a usual name there.
-    assigned_names = set(columns.values())
-    names = {}
-    for role, usual_names in fields.items():
-        if role in columns:
-            names[role] = [columns[role]]
-        else:
-            names[role] = [name for name in usual_names if name not in assigned_names]
+    names = {role: [name] for role, name in columns.items()}
+    for role in fields.keys() - columns.keys():
+        # A column with a role is not used for another one, even if its name is a usual name there.
+        names[role] = [name for name in fields[role] if name not in columns.values()]
     return names
 
 
-def _make_missing_field_fault(role: str, row: Mapping[str, Any], given: str | None) -> Fault:
+def _make_missing_field_fault(
+    role: str, names: Sequence[str], row: Mapping[str, Any], option: Option
+) -> Fault:
     fields = quoted(", ".join(row), 200)
-    if given is not None:
-        detail = f"there is no column {quoted(given)}, only {fields}{closest(given, row)}"
-        return Fault(f"missing {role}", detail, f"correct {role}={given} in data_columns")
-    return Fault(f"missing {role}", f"its fields are {fields}; set --data_columns {role}=NAME")
+    missing = quoted(", ".join(names), 200) + closest(names[0], row)
+    detail = f"its fields are {fields}, with no column {missing}"
+    return Fault(f"missing {role}", detail, f"rename a column, or set --{option} {role}=NAME")
 
 
 def _parse_passages(value: Any, field_name: str, title: str = "") -> list[ScoredText]:
@@ -652,9 +637,7 @@ def _is_number(value: Any) -> bool:
     return True
 
 
-def parse_columns(
-    columns: Columns, option: Literal["data_columns", "corpus_columns"] = "data_columns"
-) -> dict[str, str]:
+def parse_columns(columns: Columns, option: Option = "data_columns") -> dict[str, str]:
     """Return column names by role.
 
     Args:
@@ -735,19 +718,11 @@ def read_passages(
         elif head.startswith(b"["):
             data_format = "dpr"  # a JSON array
     names = _list_names(CORPUS_FIELDS, columns)
-    required_roles = {"id", "text", *columns}
 
     def parse_passage(row: Mapping[str, Any]) -> Passage:
-        for role in sorted(required_roles):
+        for role in ("text", "id"):
             if set(names[role]).isdisjoint(row):
-                fields = quoted(", ".join(row), 200)
-                expected = ", ".join(names[role])
-                raise Fault(
-                    f"missing {role}",
-                    f"its fields are {fields}, and none is {expected}; rename one, or for "
-                    f"documents set --corpus_columns {role}=NAME",
-                )
-        required_roles.discard("title")  # later documents may have none
+                raise _make_missing_field_fault(role, names[role], row, "corpus_columns")
         identifier = parse_id(get_first_value(row, names["id"]), "id")
         title = parse_text(get_first_value(row, names["title"]), "title", may_be_blank=True)
         text = parse_text(get_first_value(row, names["text"]), "text", may_be_blank=True)
@@ -756,4 +731,5 @@ def read_passages(
             raise Fault("empty passage", quoted(passage.id))
         return passage
 
-    return parse_rows(path, _read_rows(path, data_format, split=None), parse_passage, report)
+    rows = _read_rows(path, data_format, None, columns, "corpus_columns")
+    return parse_rows(path, rows, parse_passage, report)

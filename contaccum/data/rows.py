@@ -15,11 +15,14 @@ import math
 import os
 import re
 import zlib
+from array import array
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from typing import Any, Literal, TypeVar
+
+import numpy as np
 
 from contaccum.errors import DataError, check_choice, one_line, quoted
 from contaccum.files import AnyPath
@@ -79,7 +82,7 @@ class RecordReport:
         on_bad_record: "stop" raises `DataError` at the first bad record; "skip" leaves it out and
             counts it.
         by_file: number of all records that were read from each file.
-        repeated: number of training records of each file that equal an earlier one. They are used.
+        repeated: number of records of each file that equal an earlier one. They are used.
         reported: number of records that were bad, or that a setting left out.
         by_reason: number of reported records for each reason.
         first: file and line of the first reported record; None if there is none.
@@ -145,16 +148,19 @@ def parse_rows(
 ) -> Iterator[T]:
     """Yield the parsed rows of a file, without bad records.
 
+    To count repeated records, memory holds a hash of 8 bytes for each. Two different ones have the
+    same hash in rare cases only.
+
     Args:
         path: the file, for messages.
         rows: its rows.
-        parse: a function that parses a row, or raises `Fault`.
+        parse: a function that parses a row, or raises `Fault`; None: a setting leaves the row out.
         report: counts go here; its `on_bad_record` decides about bad records.
 
     Raises:
         DataError: at a bad record under "stop", or if no record can be used.
     """
-    num_used = 0
+    hashes = array("q")
     for line, row in rows:
         report.by_file[str(path)] += 1
         try:
@@ -166,9 +172,11 @@ def parse_rows(
                 raise _make_data_error(path, line, fault) from None
             report.leave_out(f"{path}:{line}", fault.reason)
         else:
-            num_used += 1
+            if value is not None:
+                hashes.append(hash(str(value)))
             yield value
-    report.refuse_if_nothing_left(path, num_used, "records")
+    report.repeated[str(path)] += len(hashes) - len(np.unique(hashes))
+    report.refuse_if_nothing_left(path, len(hashes), "records")
 
 
 def _make_data_error(file: AnyPath, line: int, fault: Fault) -> DataError:

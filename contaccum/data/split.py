@@ -32,7 +32,7 @@ import shutil
 from collections import Counter
 from collections.abc import Container, Iterable, Mapping, Sequence, Set
 from dataclasses import asdict, dataclass, fields
-from itertools import count
+from itertools import chain, count
 from pathlib import Path
 from typing import Any, Literal, NamedTuple, get_args
 
@@ -881,17 +881,14 @@ def write_beir(
     document_ids = {document.id for document in documents}
     free_ids = (f"q{number}" for number in count() if f"q{number}" not in document_ids)
     qrels: dict[str, dict[str, int]] = {}
-    for query, judgements in grades.items():
-        own_ids = [
-            name for name in ids_of_text[query] if name not in judgements and name not in qrels
-        ]
-        qrels[own_ids[0] if own_ids else next(free_ids)] = judgements
     qrels_lines = []
-    for query_id, judgements in qrels.items():
+    for query, judgements in grades.items():
+        own_ids = [name for name in ids_of_text[query] if name not in judgements]
+        query_id = next(name for name in chain(own_ids, free_ids) if name not in qrels)
+        qrels[query_id] = judgements
         qrels_lines += [f"{query_id}\t{document_id}\t1\n" for document_id in judgements]
-    _write_beir_files(
-        folder, documents, dict(zip(qrels, queries.values(), strict=True)), qrels_lines
-    )
+    texts = dict(zip(qrels, queries.values(), strict=True))
+    _write_beir_files(folder, documents, texts, qrels_lines)
     return len(documents), num_added, _write_kinds(folder, qrels, documents, training_positives)
 
 

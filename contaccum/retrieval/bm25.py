@@ -87,9 +87,8 @@ def fuse_runs(
     """Add the scores of BM25 to those of an encoder, each scaled to 0..1 per query.
 
     The best `FUSION_DEPTH` documents of each are scaled and added; a document that only one of them
-    has there has a score of 0 from the other. If more are retrieved, the other documents follow
-    them, with scores below 0 on the same scale. There, a document that one of them has not
-    retrieved counts as the last one that it has.
+    has there has a score of 0 from the other. The other documents follow them, with scores below 0
+    on the same scale; there, a document that only one of them has counts as the last of the other.
 
     Args:
         run: {query id: {document id: score}} of the encoder.
@@ -101,27 +100,24 @@ def fuse_runs(
     """
     fused = {}
     for query_id, scores in run.items():
-        best: dict[str, float] = {}
-        rest: dict[str, float] = {}  # sums above the score of a document that nothing has retrieved
-        lowest_sum = 0.0  # the score of such a document
-        for weight, part in ((1.0 - bm25_weight, scores), (bm25_weight, bm25.get(query_id, {}))):
-            hits = sorted(part.items(), key=lambda hit: -hit[1])
-            if not hits:
+        bm25_scores = bm25.get(query_id, {})
+        sums: dict[str, float] = {}
+        rest = dict.fromkeys([*scores, *bm25_scores], 0.0)
+        for weight, part in ((1.0 - bm25_weight, scores), (bm25_weight, bm25_scores)):
+            if not part:
                 continue
-            highest = hits[0][1]
+            hits = sorted(part.items(), key=lambda hit: -hit[1])
             lowest = hits[:FUSION_DEPTH][-1][1]
-            last = hits[-1][1]
-            width = highest - lowest
+            width = hits[0][1] - lowest
             for document_id, score in hits[:FUSION_DEPTH]:
                 scaled = (score - lowest) / width if width > 0.0 else 1.0
-                best[document_id] = best.get(document_id, 0.0) + weight * scaled
-            weight /= width or 1.0
-            for document_id, score in hits[FUSION_DEPTH:]:
-                rest[document_id] = rest.get(document_id, 0.0) + weight * (score - last)
-            lowest_sum += weight * (last - lowest)
+                sums[document_id] = sums.get(document_id, 0.0) + weight * scaled
+            for document_id in rest:
+                score = part.get(document_id, hits[-1][1])
+                rest[document_id] += weight * (score - lowest) / (width or 1.0)
         for document_id, score in rest.items():
-            best.setdefault(document_id, lowest_sum + score)
-        fused[query_id] = dict(sorted(best.items(), key=lambda item: -item[1]))
+            sums.setdefault(document_id, score)
+        fused[query_id] = dict(sorted(sums.items(), key=lambda item: -item[1]))
     return fused
 
 

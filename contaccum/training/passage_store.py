@@ -123,8 +123,6 @@ def _open_store(args: ContAccumTrainingArguments, model: SentenceTransformer) ->
         )
     show_progress = not args.disable_tqdm and args.process_index == 0
     encoder.encode(args.process_index, args.world_size, show_progress)
-    if line := encoder.describe_cut():
-        logger.info(line)
     PartialState().wait_for_everyone()
     return EmbeddingStore.open(folder)
 

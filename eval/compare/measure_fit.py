@@ -45,6 +45,8 @@ from typing import Any
 
 import numpy as np
 from comparison.processes import Job, exit_with_parent, run_jobs
+from contaccum.experiments.ladder import round_value
+from contaccum.experiments.tune import RATE_FACTOR, SearchSpace, list_methods, make_base_settings
 from sentence_transformers.util import get_device_name
 
 from contaccum.cli import main as run_command
@@ -58,9 +60,7 @@ from contaccum.evaluation.metrics import score_run
 from contaccum.evaluation.results import fill_page, markdown_table
 from contaccum.experiments.fit import RECORD_FILE, propose_settings
 from contaccum.experiments.folds import load_evaluator
-from contaccum.experiments.ladder import round_value
 from contaccum.experiments.run import run
-from contaccum.experiments.tune import RATE_FACTOR, SearchSpace, list_methods, make_base_settings
 from contaccum.experiments.verdict import SYSTEMS, load_trained, search_test_set
 from contaccum.files import atomic_folder, hash_file, read_json, write_json, write_text
 from contaccum.settings import Settings, replace

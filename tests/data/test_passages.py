@@ -97,9 +97,18 @@ def test_columns_of_a_corpus_may_have_other_names(tmp_path, name, columns):
     assert list(read_passages(path, RecordReport(), columns=columns)) == expected
     assert list(read_texts(path, "document", RecordReport(), columns)) == expected
     wrong = {**parse_columns(columns, "corpus_columns"), "title": "heading"}
-    message = r":[12]: missing title: its fields are 'chunk, title, name, text, body', .* heading"
+    message = "no record has the field 'heading', only 'chunk, title, name, text, body' "
     with pytest.raises(DataError, match=message):
         list(read_passages(path, RecordReport(), columns=wrong))
+
+
+@pytest.mark.parametrize("on_bad_record", ["stop", "skip"])
+def test_the_first_documents_of_a_corpus_with_titles_may_have_none(tmp_path, on_bad_record):
+    rows = [{"id": 1, "text": "a"}, {"id": 2, "text": "b"}, {"id": 3, "text": "c", "heading": "C"}]
+    path = put(tmp_path / "a.json", json.dumps(rows))
+    report = RecordReport(on_bad_record)
+    passages = list(read_passages(path, report, columns=["title=heading"]))
+    assert passages == [Passage("1", "", "a"), Passage("2", "", "b"), Passage("3", "C", "c")]
 
 
 def test_a_role_that_a_corpus_does_not_have_is_refused(tmp_path):

@@ -96,7 +96,7 @@ def test_records_of_a_file_may_have_different_fields(tmp_path):
         Record("c", ["x"], ["n"]),
     ]
     with pytest.raises(
-        DataError, match=r"a\.jsonl:1: missing positive: there is no column 'pp', only 'q, p'"
+        DataError, match=r"a\.jsonl:1: missing positive: its fields are 'q, p', with no column 'pp'"
     ):
         read(path, columns={"query": "q", "positive": "pp"})
 
@@ -450,6 +450,17 @@ def test_labels_that_do_not_fit_the_passages_are_a_fault_of_their_line(
     used = list(read_records(path, report=report, min_score=min_score))
     assert used == [Record("q", ["a", "c"], ["b"])]
     assert report.first == f"{path}:2"
+
+
+@pytest.mark.parametrize("answer", ["a", {"text": "a"}])
+def test_a_single_passage_may_have_a_list_of_one_label(tmp_path, answer):
+    labels: list[list[int]] = [[1], [0], [0, 7], []]  # the last two are topics
+    pairs = [{"query": f"q{i}", "answer": answer, "labels": row} for i, row in enumerate(labels)]
+    path = put(tmp_path / "a.jsonl", lines(pairs))
+    report = RecordReport("skip")
+    queries = [record.query for record in read_records(path, report=report)]
+    assert queries == ["q0", "q2", "q3"]
+    assert report.by_reason == {"a pair with labels 0": 1}
 
 
 def test_a_list_of_labels_without_a_match_is_left_out_by_min_score(tmp_path):
