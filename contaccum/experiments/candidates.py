@@ -574,7 +574,8 @@ class Ladder:
             shown = f"both towers, {method}"
             trained += self._train(name, shown, BOTH_TOWERS, settings, num_updates, seconds)
             scores = [candidate.score for candidate in trained]
-            has_gain = max(scores[-MAX_TRIALS_WITHOUT_GAIN:]) >= max(scores)
+            earlier = scores[:-MAX_TRIALS_WITHOUT_GAIN]
+            has_gain = not earlier or max(scores) > max(earlier)
             if not has_gain or trained[-1].updates != length or length == longest:
                 break
             length = min(2 * length, longest)
