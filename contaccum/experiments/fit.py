@@ -549,7 +549,7 @@ def judge(
         "model": model_name(base_model),
         "data": paths,
         "split": asdict(split),
-        "scores": tabulate(results, first_scores, verdicts, base_candidate, chosen),
+        "scores": tabulate(results, first_scores, verdicts, ladder.candidates, chosen),
         "candidates": [asdict(candidate) for candidate in ladder.candidates],
         "free": free.number,
         "chosen": chosen.number,
@@ -573,12 +573,13 @@ def tabulate(
     results: Mapping[str, SystemResult],
     scores: ScoreColumns,
     verdicts: Mapping[str, Verdict],
-    base_candidate: Candidate,
+    candidates: Sequence[Candidate],
     chosen: Candidate,
 ) -> list[dict[str, Any]]:
     """Return a row for each system: its name and its scores on dev and test."""
+    bm25_candidate, base_candidate = candidates[:2]
     rows = (
-        ("bm25", "BM25", None),
+        ("bm25", "BM25", bm25_candidate.scores),
         ("base", base_candidate.name, base_candidate.vectors),
         ("base_with_bm25", f"{base_candidate.name} with BM25", base_candidate.scores),
         ("trained", chosen.name, chosen.vectors),
@@ -586,7 +587,7 @@ def tabulate(
     )
     table = []
     for system, name, dev in rows:
-        row = {"name": name, "dev": dev and dev.get(MEAN)}
+        row = {"name": name, "dev": dev.get(MEAN)}  # None for the vectors of BM25
         row |= select_shown_metrics(results[system].means)
         if len(verdicts) > 1:
             for kind in verdicts:

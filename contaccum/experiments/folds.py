@@ -200,7 +200,7 @@ def score_fold(
     """
     folder = job.folder / "folds" / str(number)
     data = folder / "data"
-    store = folder / "store"
+    store = folder / "base_store"  # not the name of a candidate's own store
 
     def hold_out() -> None:
         pairs.hold_out(data, number)
@@ -221,17 +221,17 @@ def score_fold(
     def work() -> ScoreColumns:
         on_first_rank(hold_out)
         if chosen.system == "trained":
-            # The blend is made of the trained model when it is loaded.
+            settings = replace(Settings(), **chosen.settings)
             changes: dict[str, Any] = {
                 "train_data": [str(data / TRAIN_FILE)],
-                "blend": 1.0,
+                "blend": 1.0,  # it is made of the trained model when that is loaded
                 "trust_remote_code": base.trust_remote_code,  # not by a file of somebody else
             }
-            if chosen.settings["method"] == "query_side":
+            if settings.method == "query_side":
                 changes["passage_store"] = str(store)
-            if "second_stage" in chosen.settings:
+            if settings.second_stage is not None:
                 changes["second_stage"] = str(data / CORPUS_FILE)
-            train(replace(Settings(), **{**chosen.settings, **changes}), folder)
+            train(replace(settings, **changes), folder)
         return on_first_rank(test)
 
     scores = once(folder, {**job.request, "candidate": chosen.name}, work, all_ranks=True)
