@@ -968,7 +968,7 @@ def test_two_processes_give_the_same_verdict_after_kills_in_all_stages(root, tmp
     assert len([line for line in lines if line.startswith("base model: ")]) == 1
     assert len([line for line in lines if line.startswith("chosen on dev: ")]) == 1
     fit(tmp_path / "killed", "fit", "choose_base_model", 1)
-    for number in (1, 2, 2):  # a training that is finished is not trained again
+    for number in (1, 2):
         fit(tmp_path / "killed", "candidates", "train", number)
     assert not (tmp_path / "killed" / "fit.json").exists()
     fit(tmp_path / "killed")
