@@ -389,7 +389,7 @@ class Ladder:
         Candidates of the lower rungs are compared among all documents of dev. The best of them is
         compared with those of the upper rungs among the documents of the pool.
         """
-        lower = [each for each in self.candidates if each.rung <= QUERY_TOWER]
+        lower = [each for each in self.candidates if FREE < each.rung <= QUERY_TOWER]
         upper = [each for each in self.candidates if each.rung > QUERY_TOWER]
         free = self.free
         best = choose(lower, free)
@@ -556,7 +556,8 @@ class Ladder:
             shown = f"both towers, {method}"
             trained += self._train(name, shown, BOTH_TOWERS, settings, num_updates, seconds)
             scores = [candidate.score for candidate in trained]
-            has_gain = max(scores[-MAX_TRIALS_WITHOUT_GAIN:]) >= max(scores)
+            earlier = scores[:-MAX_TRIALS_WITHOUT_GAIN]
+            has_gain = not earlier or max(scores) > max(earlier)
             if not has_gain or trained[-1].updates != length or length == longest:
                 break
             length = min(2 * length, longest)
