@@ -396,7 +396,7 @@ class Ladder:
         Candidates of the lower rungs are compared among all documents of dev. The best of them is
         compared with those of the upper rungs among the documents of the pool.
         """
-        lower = [each for each in self.candidates if each.rung <= QUERY_TOWER]
+        lower = [each for each in self.candidates if FREE < each.rung <= QUERY_TOWER]
         upper = [each for each in self.candidates if each.rung > QUERY_TOWER]
         free = self.free
         best = choose(lower, free)
