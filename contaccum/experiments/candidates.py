@@ -83,7 +83,7 @@ MAX_TRIALS_WITHOUT_GAIN = 2
 LARGEST_LOSS = 0.01
 """A candidate may be so much worse than the best search without training on a kind of documents."""
 SMALL_GAIN = 0.002
-"""A candidate that needs a new index, or a longer training, must be better by this."""
+"""A candidate of a higher rung must be better by more than this: less is noise."""
 MAX_POOL = 2000
 """A dev corpus with more documents is reduced to a pool for models that must encode it anew."""
 MAX_MAP_PAIRS = 20_000
@@ -92,7 +92,7 @@ MAX_EPOCHS = 20
 
 _POOL_DEPTH = 10  # top documents of each query in a run; nDCG@10 depends on no others
 _LEAST_SECONDS = 5.0  # for the updates of a training
-_CHEAP_SHARE = 0.1  # of the time left, for the query tower at another rate
+_CHEAP_SHARE = 0.1  # of the time left; another rate is tried if the last training took less
 _ROWS_PER_SHARD = 2000  # of a store; a killed process loses at most one shard
 
 Scores = dict[str, float]
@@ -104,7 +104,7 @@ class Candidate:
     """A complete way to search.
 
     Attributes:
-        name: the name, which is also that of its folder.
+        name: the name that is printed.
         rung: the rung of the ladder.
         system: "bm25" alone, the "base" model, a "map" of its query vectors, or a "trained" model.
         bm25_weight: the weight of BM25 beside the vectors.
@@ -160,7 +160,7 @@ def choose(candidates: Sequence[Candidate], free: Candidate) -> Candidate:
             allowed.append(candidate)
     best_score = max(candidate.score for candidate in allowed)
     nearly_best = [each for each in allowed if each.score >= best_score - SMALL_GAIN]
-    # From the third rung on, all candidates need a new index.
+    # From `BOTH_TOWERS` on, all candidates need a new index, and cost the same.
     return min(nearly_best, key=lambda each: (min(each.rung, BOTH_TOWERS), -each.score))
 
 
@@ -183,7 +183,7 @@ class DevSet:
         has_bm25: bool,
     ) -> None:
         self.dataset = dataset
-        # BM25 is added to the best 100 documents.
+        # BM25 is added to so many of the best documents.
         metrics = [METRIC, f"recall@{FUSION_DEPTH}"]
         self.evaluator = RetrievalEvaluator(dataset, metrics, batch_size)
         self.evaluator.documents = documents
@@ -258,11 +258,11 @@ def write_linear_maps(
 
 
 def encode_corpus(
-    job: Job, encoder: DualEncoder, model_name: str, corpus: Path, store: Path
+    job: Job, encoder: DualEncoder, name: str, corpus: Path, store: Path
 ) -> CorpusEncoder:
     """Write the vectors of a corpus to a store; return the encoder with its counts."""
     corpus_encoder = CorpusEncoder(
-        encoder, model_name, corpus, store, batch_size=job.batch_size, shard_size=_ROWS_PER_SHARD
+        encoder, name, corpus, store, batch_size=job.batch_size, shard_size=_ROWS_PER_SHARD
     )
     corpus_encoder.encode(show_progress=not job.args.disable_tqdm)
     return corpus_encoder
@@ -334,7 +334,7 @@ class Ladder:
         seconds_per_document: the time in which the base model encodes one.
         num_documents: {part of the split: its number of documents}.
         has_bm25: False: search with vectors alone.
-        seconds: the time for the ladder.
+        ends_at: the seconds of the budget after which the ladder ends.
         guards: {name: other data}, on which a candidate must not lose more than `LARGEST_LOSS`.
     """
 
@@ -347,7 +347,7 @@ class Ladder:
         seconds_per_document: float,
         num_documents: Mapping[str, int],
         has_bm25: bool,
-        seconds: float,
+        ends_at: float,
         guards: Mapping[str, BeirDataset],
     ) -> None:
         self.job = job
@@ -359,19 +359,19 @@ class Ladder:
         self._num_documents = num_documents
         self._has_bm25 = has_bm25
         self._has_one_tower = job.given.get("towers") == "one"
-        self._ends_at = job.budget.used() + seconds
+        self._ends_at = ends_at
         self._folder = job.folder / "candidates"
         self._dev_folder = job.data / "dev"
         self._kinds = read_kinds(self._dev_folder)
         self._dev: DevSet | None = None
         self._pool: DevSet | None = None
+        self._guards: dict[str, DevSet] = {}
         if documents is not None:
             self._dev = self._load_dev(self._dev_folder)
             self._pool = self._dev
-        self._guards = {}
-        for name, dataset in guards.items():
-            self._guards[name] = RetrievalEvaluator(dataset, [METRIC], job.batch_size)
-            self._guards[name].documents = documents
+            for name, guard in guards.items():
+                kinds = {"all": list(guard.queries)}
+                self._guards[name] = DevSet(guard, kinds, documents, job.batch_size, has_bm25)
         self._num_guard_documents = sum(len(dataset.corpus) for dataset in guards.values())
         self._width = read_width(self.settings.model)
         self._has_fixed_length = bool({"max_steps", "num_train_epochs"} & job.given.keys())
@@ -381,6 +381,11 @@ class Ladder:
     def left(self) -> float:
         """Return the seconds that are left for the ladder; the same on all processes."""
         return self._ends_at - self.job.budget.used()
+
+    @property
+    def base_candidate(self) -> Candidate:
+        """The base model with its best weight of BM25."""
+        return self.candidates[1]
 
     @property
     def free(self) -> Candidate:
@@ -418,10 +423,7 @@ class Ladder:
 
         def work() -> dict[str, Any]:
             assert self._pool is not None
-            run = self._search(self._pool, candidate)
-            if candidate.system != "bm25":
-                run = fuse_runs(run, self._pool.bm25_run, candidate.bm25_weight)
-            return {"scores": self._pool.score(run)}
+            return {"scores": self._score_search(candidate, self._pool)}
 
         if on_first_rank(lambda: self._pool is self._dev):  # dev has few documents
             return candidate
@@ -464,17 +466,18 @@ class Ladder:
         """Return a candidate with its scores on dev, as JSON; on the first process."""
         assert dev is not None
         scored = dev.weigh(self._search(dev, candidate))
-        scored["scores"] |= self._score_on_guards(candidate)
-        seconds = round(self.job.budget.used_here(), 1)
-        return {**asdict(candidate), **scored, "seconds": seconds}
+        if candidate.system == "bm25":
+            scored |= {"bm25_weight": 1.0, "vectors": {}}
+        candidate = dataclasses.replace(candidate, **scored)
+        for name, guard in self._guards.items():
+            candidate.scores[f"guard {name}"] = self._score_search(candidate, guard)[MEAN]
+        seconds = round(self.job.budget.used_here(), 1)  # of this process, which is the first
+        return {**asdict(candidate), "seconds": seconds}
 
-    def _score_on_guards(self, candidate: Candidate) -> Scores:
-        """Return the scores of a candidate's vectors on the guards."""
-        scores = {}
-        for name, evaluator in self._guards.items():
-            run = search_with(candidate, self.base, self.get_folder(candidate), evaluator)
-            scores[f"guard {name}"] = evaluator.score_run(run)[METRIC]
-        return scores
+    def _score_search(self, candidate: Candidate, dev: DevSet) -> Scores:
+        """Return the scores of a candidate with BM25 at its weight."""
+        run = self._search(dev, candidate)
+        return dev.score(fuse_runs(run, dev.bm25_run, candidate.bm25_weight))
 
     # The rungs ------------------------------------------------------------------------------------
 
@@ -489,13 +492,9 @@ class Ladder:
 
     def _search_without_training(self) -> None:
         def score() -> list[dict[str, Any]]:
-            assert self._dev is not None
-            seconds = round(self.job.budget.used_here(), 1)
-            bm25 = Candidate("BM25", FREE, "bm25", bm25_weight=1.0, seconds=seconds)
-            bm25.scores.update(self._dev.score(self._dev.bm25_run))
-            bm25.scores.update(self._score_on_guards(bm25))
+            bm25 = Candidate("BM25", FREE, "bm25")
             base = Candidate(model_name(self.settings.model), FREE, "base")
-            return [asdict(bm25), self._score(base, self._dev)]
+            return [self._score(bm25, self._dev), self._score(base, self._dev)]
 
         bm25, base = self._add("free", lambda folder: on_first_rank(score))
         self._is_base_weak = base.vectors[MEAN] < USELESS_SHARE_OF_BM25 * bm25.score
@@ -528,23 +527,24 @@ class Ladder:
         rates = [first_rate]
         if "learning_rate" not in self.job.given:
             rates += [_round(RATE_FACTOR * first_rate), _round(first_rate / RATE_FACTOR)]
-        scores: list[float] = []
+        trained: list[Candidate] = []  # the best of each rate
         for rate in rates:
-            if len(scores) > 1 and scores[1] > scores[0]:
-                return  # a higher rate is better, so a lower one would be worse
             name = f"query_tower-{rate:g}"
             seconds = self.left()
-            if not self._is_done(name) and seconds < _LEAST_SECONDS:
-                return
+            if not self._is_done(name):
+                if seconds < _LEAST_SECONDS:
+                    return
+                if trained and trained[-1].training_seconds > _CHEAP_SHARE * seconds:
+                    return
+                if len(trained) > 1 and trained[1].score > trained[0].score:
+                    return  # a higher rate is better, so a lower one would be worse
             settings = self._make_settings("query_side", learning_rate=rate)
             num_updates = self._count_updates(settings, QUERY_TOWER_EPOCHS)
             shown = f"query tower at {rate:g}"
             added = self._train(
                 name, shown, QUERY_TOWER, settings, num_updates, seconds, (1.0, *BLENDS)
             )
-            scores.append(max(candidate.score for candidate in added))
-            if added[0].training_seconds > _CHEAP_SHARE * seconds:
-                return
+            trained.append(max(added, key=lambda each: each.score))
 
     def _train_both_towers(self) -> None:
         method = self.job.given.get("method", "contaccum")
@@ -562,7 +562,8 @@ class Ladder:
             if not self._is_done(name):
                 if seconds < self._least_seconds:
                     break
-                if trained:
+                is_begun = on_first_rank((self._folder / name).is_dir)  # and goes on
+                if trained and not is_begun:
                     last = trained[-1]
                     affordable = int(seconds * last.updates / last.training_seconds)
                     if affordable < length:
@@ -576,20 +577,21 @@ class Ladder:
             scores = [candidate.score for candidate in trained]
             earlier = scores[:-MAX_TRIALS_WITHOUT_GAIN]
             has_gain = not earlier or max(scores) > max(earlier)
-            if not has_gain or trained[-1].updates != length or length == longest:
+            if not has_gain or length == longest:
                 break
-            length = min(2 * length, longest)
+            # The time may have made a training longer or shorter than was meant.
+            length = min(2 * max(candidate.updates for candidate in trained), longest)
         self._blend_both_towers()
 
     def _blend_both_towers(self) -> None:
-        """Average the best model with the base model if it loses on a kind of documents."""
+        """Average the best model with the base model, unless it is better on all kinds."""
         upper = [each for each in self.candidates if each.rung == BOTH_TOWERS]
         if not upper:
             return
         best = max(upper, key=lambda each: each.score)
         name = f"{best.folder}-blends"
         is_allowed = choose([best], self._score_on_pool(self.free)) is best
-        has_time = self.left() > len(BLENDS) * self._least_seconds
+        has_time = self._get_training_seconds() > len(BLENDS) * self._least_seconds
         if not self._is_done(name) and (is_allowed or not has_time):
             return
 
@@ -609,7 +611,7 @@ class Ladder:
         if not upper:
             return
         best = max(upper, key=lambda each: each.score)
-        method = best.settings.get("method", "contaccum")  # the default is not in a dictionary
+        method = replace(Settings(), **best.settings).method
         tries = []
         if "learning_rate" not in self.job.given:
             for factor in (RATE_FACTOR, 1 / RATE_FACTOR):
@@ -774,8 +776,9 @@ class Ladder:
             assert dev is not None
             if len(dev.dataset.corpus) > MAX_POOL:
                 if not folder.exists():
-                    runs = [dev.bm25_run, dev.evaluator.search(self.base)]
-                    runs.append(self._search(dev, best))
+                    run = self._search(dev, best)
+                    with_bm25 = fuse_runs(run, dev.bm25_run, best.bm25_weight)
+                    runs = [dev.bm25_run, dev.evaluator.search(self.base), run, with_bm25]
                     with atomic_folder(folder) as new_folder:
                         write_part(dev.dataset, pool_documents(dev.dataset, runs), new_folder)
                 self._pool = self._load_dev(folder)

@@ -98,6 +98,7 @@ from contaccum.files import (
     write_text,
 )
 from contaccum.report.fit_page import build_fit_page
+from contaccum.retrieval.bm25 import fuse_runs
 from contaccum.retrieval.documents import StoreDocuments
 from contaccum.retrieval.encode import encode_texts, get_passage_texts
 from contaccum.retrieval.store import EmbeddingStore
@@ -111,7 +112,7 @@ REPORT_FILE = "report.html"
 
 _MAX_BASE_DOCUMENTS = 2000  # a sample of dev, by which several base models are compared
 _MAX_SHARE_OF_BASE_MODEL = 0.1  # of the time left, for scoring one of several base models
-_LADDER_SHARE = 0.5  # of the time left, if other splits follow
+_LADDER_SHARE = 0.5  # of the budget, if other splits follow, in each of which it is repeated
 _MEASURED_TEXTS = 16  # texts by which the time of float32 and bf16 is compared
 _MIN_SPEED_UP = 1.1  # a smaller one may be noise
 _END_SECONDS = 10.0  # for the search of the test set and the report
@@ -251,7 +252,7 @@ def fit(
             seconds_per_document,
             split.documents,
             has_bm25=bm25,
-            seconds=(_LADDER_SHARE if num_folds > 1 else 1.0) * job.budget.left() - _END_SECONDS,
+            ends_at=(_LADDER_SHARE if num_folds > 1 else 1.0) * seconds - _END_SECONDS,
             guards=guards,
         )
         climb(ladder)
@@ -286,7 +287,7 @@ def hold_out(job: Job, pairs: Pairs, guards: Mapping[str, BeirDataset]) -> Split
     """Split the pairs into train, dev and test, and print what was held out.
 
     Raises:
-        DataError: if a guard has test queries, or near-duplicates of them.
+        DataError: if a guard has queries by which the verdict is made, or near-duplicates of them.
     """
     show_progress = not job.args.disable_tqdm
     for line in on_first_rank(lambda: pairs.hold_out(job.data, show_progress=show_progress)):
@@ -334,7 +335,8 @@ def choose_base_model(job: Job, models: Sequence[str]) -> str:
         most_seconds = _MAX_SHARE_OF_BASE_MODEL * job.budget.left_here()
         dataset = sample(load_beir_folder(job.data / "dev", "test"), corpus=_MAX_BASE_DOCUMENTS)
         texts = get_passage_texts(dataset.corpus)
-        dev = DevSet(dataset, read_kinds(job.data / "dev"), None, job.batch_size, True)
+        kinds = read_kinds(job.data / "dev")
+        dev = DevSet(dataset, kinds, None, job.batch_size, job.request["bm25"])
         seconds: dict[str, float] = {}  # for a document
         scores: dict[str, float] = {}
         query_scores: dict[str, dict[str, float]] = {}
@@ -357,7 +359,9 @@ def choose_base_model(job: Job, models: Sequence[str]) -> str:
                     f"{format_duration(needed)}"
                 )
                 continue
-            weighed = dev.weigh(dev.evaluator.search(encoder))
+            run = dev.evaluator.search(encoder)
+            weighed = dev.weigh(run)
+            dev.score(fuse_runs(run, dev.bm25_run, weighed["bm25_weight"]))
             query_scores[model] = dev.evaluator.query_scores
             scores[model] = weighed["scores"][MEAN]
             job.print_line(
@@ -384,20 +388,9 @@ def choose_base_model(job: Job, models: Sequence[str]) -> str:
     with job.budget.measure("base models"):
         found = once(folder, job.request, compare)
         if not found["is_complete"] and job.budget.seconds > found["budget"]:
-            earlier = found["model"]
             on_first_rank(lambda: shutil.rmtree(folder))
             found = once(folder, job.request, compare)
-            if found["model"] != earlier:
-                job.print_line(f"what was made with {model_name(earlier)} is dropped")
-                on_first_rank(lambda: remove_work_with_base(job))
     return found["model"]
-
-
-def remove_work_with_base(job: Job) -> None:
-    """Remove everything that depends on the base model."""
-    for name in ("precision", "documents", "store", "candidates", "folds"):
-        shutil.rmtree(job.folder / name, ignore_errors=True)
-    (job.folder / "models.json").unlink(missing_ok=True)
 
 
 def load_base(job: Job, model: str) -> tuple[DualEncoder, Settings]:
@@ -409,9 +402,21 @@ def load_base(job: Job, model: str) -> tuple[DualEncoder, Settings]:
     train_file = job.data / TRAIN_FILE
     settings = propose_settings(train_file, model, job.given)
     base = load_encoder(make_base_settings(settings), job.args)
+
+    base_name = make_absolute(model)
+
+    def remove_work_with_another_base() -> None:
+        """Remove the work with another base model, if a larger budget has found a better one."""
+        file = job.folder / "models.json"
+        if file.is_file() and read_json(file)["base model"] != base_name:
+            for name in ("precision", "documents", "store", "candidates", "folds"):
+                shutil.rmtree(job.folder / name, ignore_errors=True)
+            file.unlink()
+
+    on_first_rank(remove_work_with_another_base)
     machine = {"device": job.args.device.type, "number of processes": world_size()}
     models = describe_models(base, settings, job.args)
-    require_same_work(job.folder, {**machine, **models}, "models.json")
+    require_same_work(job.folder, {"base model": base_name, **machine, **models}, "models.json")
 
     def compare_precisions() -> dict[str, Any]:
         dev = load_beir_folder(job.data / "dev", "test")
@@ -463,6 +468,11 @@ def encode_documents(
         seconds = time.perf_counter() - started
         num_encoded = encoder.num_encoded + len(held_out)
         seconds_per_document = seconds / max(1, num_encoded)
+        if num_encoded < _MEASURED_TEXTS:  # an earlier start has encoded nearly all
+            texts = get_passage_texts(load_beir_folder(job.data / "dev", "test").corpus)
+            seconds_per_document = measure_seconds_per_document(
+                base, texts, len(texts), job.batch_size
+            )
         return {"seconds_per_document": seconds_per_document, "cut": encoder.describe_cut()}
 
     with job.budget.measure("documents"):
@@ -509,6 +519,7 @@ def score_other_folds(
     """Train and test the chosen candidate on the other splits for which there is time."""
     first_dev = load_beir_folder(job.data / "dev", "test")
     split = read_split(job.data)
+    # The base model encodes the passages of held-out queries too, about one for each.
     num_documents = split.documents["train"] + split.dev + split.test
     if chosen.rung >= BOTH_TOWERS:
         num_documents += split.documents["test"]
@@ -524,7 +535,7 @@ def score_other_folds(
                 )
                 break
             job.print_line(f"split {number + 1} of {num_folds}: training and testing again")
-            base_candidate = ladder.candidates[1]
+            base_candidate = ladder.base_candidate
             scores.append(
                 score_fold(number, job, pairs, ladder.base, base_candidate, chosen, first_dev)
             )
@@ -542,7 +553,7 @@ def judge(
 ) -> dict[str, Any]:
     """Search the test set, and write the model that the verdict recommends, record and report."""
     free, base = ladder.free, ladder.base
-    base_candidate = ladder.candidates[1]
+    base_candidate = ladder.base_candidate
     with job.budget.measure("test"):
         test_set = load_beir_folder(job.data / "test", "test")
         evaluator = RetrievalEvaluator(test_set, batch_size=job.batch_size)
