@@ -12,12 +12,12 @@ from collections.abc import Callable, Mapping, Sequence
 from statistics import fmean
 from typing import Any, NamedTuple
 
+from comparison.ladder import find_best_value, next_values
 from comparison.plan import Group, add_setting, is_tunable, refuse_reserved_keys
 from comparison.report import MAIN_METRIC, average_by_query
 from comparison.run import Results
 from contaccum.errors import ConfigError
 from contaccum.evaluation.metrics import sign_flip_test
-from comparison.ladder import find_best_value, next_values
 
 
 class Ladder(NamedTuple):
