@@ -23,13 +23,15 @@ from typing import Any, NamedTuple
 import torch
 import transformers
 
+from contaccum import __version__
 from contaccum.distributed import RANK_TIMEOUT, broadcast, rank
 from contaccum.encoders.dual_encoder import DualEncoder
 from contaccum.errors import ConfigError, UserError
 from contaccum.experiments.budget import Budget
 from contaccum.files import fingerprint, hash_file, list_changes, lock_folder, read_json, write_json
 from contaccum.retrieval.encode import model_fingerprint, tokenisation_fingerprint
-from contaccum.settings import Settings, replace
+from contaccum.retrieval.store import EmbeddingStore
+from contaccum.settings import Settings, find, replace, to_dict
 from contaccum.training.arguments import ContAccumTrainingArguments
 from contaccum.training.checkpoint import count_rows
 from contaccum.training.log import TRAIN_LOG, is_finished, read_log
@@ -194,6 +196,26 @@ def only_first_rank(print_line: Callable[[str], None]) -> Callable[[str], None]:
 # Identities ---------------------------------------------------------------------------------------
 
 
+def describe_settings(settings: Settings) -> dict[str, Any]:
+    """Return {name: value} of the settings that decide the result of a run, and the version.
+
+    A file or folder is described by its content, so that it may be moved.
+    """
+    ignored = find("on_change", "ignore")
+    paths = find("is_path")
+    identity: dict[str, Any] = {"version": __version__}
+    for name, value in to_dict(settings).items():
+        if name in ignored:
+            continue
+        if name == "passage_store":  # its embeddings are large, and have a hash already
+            value = EmbeddingStore.open(value).fingerprint
+        elif name in paths:
+            items = value if isinstance(value, list) else [value]
+            value = [hash_path(item) for item in items]
+        identity[name] = value
+    return identity
+
+
 def describe_models(
     encoder: DualEncoder, settings: Settings, args: ContAccumTrainingArguments
 ) -> dict[str, str | None]:
@@ -233,7 +255,7 @@ def hash_path(name: str, left_out: Path | None = None) -> str:
     return fingerprint(*contents) if contents else name
 
 
-@functools.cache  # the files may be large
+@functools.cache  # all runs of a search have the same model, which may be large
 def _hash_file(file: Path, size: int, time_changed: int) -> str:
     return hash_file(file)
 
