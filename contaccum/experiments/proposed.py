@@ -93,6 +93,9 @@ def propose_settings(train_file: Path, model: str, given: Mapping[str, Any]) -> 
     if "gradient_accumulation_steps" in given or _make_common_settings(given).engine:
         # "auto" needs a fixed number of pairs per update, and cannot be used with an engine.
         micro_batch = given.get("per_device_train_batch_size", MICRO_BATCH)
+    if micro_batch == MICRO_BATCH and "total_train_batch_size" in given:
+        pairs_of_rank = max(1, given["total_train_batch_size"] // world_size())
+        micro_batch = find_largest_divisor(pairs_of_rank, MICRO_BATCH)
     unit = 1 if micro_batch == "auto" else micro_batch
     proposed = {
         "model": make_absolute(model),

@@ -79,7 +79,7 @@ def clock(monkeypatch: pytest.MonkeyPatch) -> SimpleNamespace:
 
 
 def make_ladder(
-    root: Path, folder: Path, seconds: float = 1e6, has_bm25: bool = True, **given: Any
+    root: Path, folder: Path, ends_at: float = 1e6, has_bm25: bool = True, **given: Any
 ) -> Ladder:
     """Hold out the data, encode the documents, and return a ladder that has no candidates yet."""
     given = {**SETTINGS, **given}
@@ -91,7 +91,7 @@ def make_ladder(
     base, settings = fit_module.load_base(job, model)
     documents, _ = fit_module.encode_documents(job, base, model)
     num_documents = read_split(job.data).documents
-    return Ladder(job, base, settings, documents, 0.0, num_documents, has_bm25, seconds)
+    return Ladder(job, base, settings, documents, 0.0, num_documents, has_bm25, ends_at, {})
 
 
 # The choice ---------------------------------------------------------------------------------------
@@ -367,7 +367,7 @@ def test_a_higher_rate_of_the_query_tower_that_is_better_is_the_last_one(
 def test_only_a_cheap_query_tower_is_trained_at_other_rates(root, tmp_path, fake_train):
     """Three epochs are more than a tenth of the time."""
     calls = fake_train({"query_side": [0.3]})
-    make_ladder(root, tmp_path, seconds=290.0, method="query_side").climb()
+    make_ladder(root, tmp_path, ends_at=290.0, method="query_side").climb()
     assert len(calls) == 1
 
 
