@@ -43,8 +43,9 @@ from contaccum.experiments.run import Job, Trained
 from contaccum.retrieval.bm25 import fuse_runs
 from contaccum.retrieval.encode import check_store_fits, encode_texts, model_fingerprint
 from contaccum.retrieval.store import EmbeddingStore
-from contaccum.settings import Settings
+from contaccum.settings import Settings, replace
 from contaccum.training import update
+from contaccum.training.trainer import train_and_save
 
 SETTINGS: dict[str, Any] = {
     "temperature": 0.05,
@@ -189,6 +190,17 @@ def test_every_candidate_is_saved_as_it_was_scored(climbed, tmp_path):
         assert not (tmp_path / "model" / "store").exists()
         fingerprints.add(model_fingerprint(saved))
     assert len(fingerprints) == len(climbed.candidates) - 1  # BM25 has the base model
+
+
+@pytest.mark.parametrize("number", range(7, 13))
+def test_settings_of_every_training_repeat_it(climbed, tmp_path, number):
+    """Blends and the second stage too; `fit` writes those of the chosen one into config.yaml."""
+    candidate = climbed.candidates[number]
+    settings = replace(Settings(), **candidate.settings)
+    train_and_save(replace(settings, output_dir=str(tmp_path)), print_line=lambda line: None)
+    again = contaccum.DualEncoder.from_pretrained(str(tmp_path), device="cpu")
+    model = load_candidate(candidate, climbed.base, climbed.get_folder(candidate))
+    assert model_fingerprint(again) == model_fingerprint(model)
 
 
 def test_models_that_encode_documents_anew_are_compared_on_a_pool(climbed):
