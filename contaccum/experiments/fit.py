@@ -626,11 +626,13 @@ def tabulate(
         row |= select_shown_metrics(results[system].means)
         if len(verdicts) > 1:
             for kind in verdicts:
-                row[kind] = statistics.fmean(
+                of_kind = [
                     score
                     for query, score in scores[system].items()
                     if scores["known"][query] == (kind == "known")
-                )
+                ]
+                # All queries of a kind may be those of other splits.
+                row[kind] = statistics.fmean(of_kind) if of_kind else None
         table.append(row)
     return table
 

@@ -736,6 +736,9 @@ def train_and_save(
     # a handler of its own, so redirecting the root logger is not enough.
     with logging_redirect_tqdm([logging.getLogger(), logging.getLogger("transformers")]):
         trainer.train(args.resume_from_checkpoint)
+    if settings.blend < 1:
+        before_training = load_model(settings, str(args.device))
+        trainer.model = merge_models(before_training, encoder, settings.blend)
     trainer.save_model(str(output_dir))
     if settings.merge_adapter and trainer.is_world_process_zero():
         # The weights are rounded to the dtype of the base model; see `adapters.merge_adapter`.
@@ -745,10 +748,4 @@ def train_and_save(
         )
         merge_adapter(model)
         replace_saved_adapter(output_dir, model)
-    if settings.blend < 1 and trainer.is_world_process_zero():
-        trained = DualEncoder.from_pretrained(
-            str(output_dir), device="cpu", trust_remote_code=settings.trust_remote_code
-        )
-        base = load_model(settings, "cpu")
-        merge_models(base, trained, settings.blend).save_pretrained(str(output_dir))
     return args
