@@ -409,6 +409,7 @@ def load_base(job: Job, model: str) -> tuple[DualEncoder, Settings]:
         """Remove the work with another base model, if a larger budget has found a better one."""
         file = job.folder / "models.json"
         if file.is_file() and read_json(file)["base model"] != base_name:
+            job.print_line(f"base model {model_name(model)}: what another one has made is dropped")
             for name in ("precision", "documents", "store", "candidates", "folds"):
                 shutil.rmtree(job.folder / name, ignore_errors=True)
             file.unlink()

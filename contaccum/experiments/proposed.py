@@ -93,8 +93,9 @@ def propose_settings(train_file: Path, model: str, given: Mapping[str, Any]) -> 
     if "gradient_accumulation_steps" in given or _make_common_settings(given).engine:
         # "auto" needs a fixed number of pairs per update, and cannot be used with an engine.
         micro_batch = given.get("per_device_train_batch_size", MICRO_BATCH)
-    if micro_batch == MICRO_BATCH and "total_train_batch_size" in given:
-        pairs_of_rank = max(1, given["total_train_batch_size"] // world_size())
+    pairs_per_update = given.get("total_train_batch_size", proposal.pairs_per_update)
+    if micro_batch == MICRO_BATCH and "gradient_accumulation_steps" not in given:
+        pairs_of_rank = math.ceil(pairs_per_update / world_size())
         micro_batch = find_largest_divisor(pairs_of_rank, MICRO_BATCH)
     unit = 1 if micro_batch == "auto" else micro_batch
     proposed = {
@@ -103,7 +104,7 @@ def propose_settings(train_file: Path, model: str, given: Mapping[str, Any]) -> 
         "bank_size": proposal.bank_size,
         "temperature": proposal.temperature,
         "per_device_train_batch_size": micro_batch,
-        "total_train_batch_size": _round_up(proposal.pairs_per_update, unit * world_size()),
+        "total_train_batch_size": _round_up(pairs_per_update, unit * world_size()),
         "dataloader_num_workers": proposal.num_workers,
         "num_hard_negatives": int(proposal.has_negatives),
         "query_prompt": proposal.query_prompt or None,

@@ -23,7 +23,7 @@ from contaccum.files import read_json
 PROMPTS_FILE = Path(__file__).with_name("prompts.yaml")
 """File with the prompts of families of models."""
 MICRO_BATCH = 16
-"""Pairs per micro-batch on a CPU, which is 10 % faster with them than with 8."""
+"""Most pairs per micro-batch on a CPU, which is 10 % faster with them than with 8."""
 MAX_PAIRS_PER_UPDATE = 128
 QUERY_SIDE_START_RATE = 1.6e-4
 START_RATE = 1e-4

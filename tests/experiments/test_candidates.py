@@ -230,7 +230,8 @@ def test_a_second_climb_reads_all_candidates(climbed, monkeypatch):
         0.0,
         read_split(climbed.job.data).documents,
         has_bm25=False,
-        seconds=0.0,
+        ends_at=0.0,
+        guards={},
     )
     again.climb()
     assert again.candidates == climbed.candidates
