@@ -92,7 +92,8 @@ MAX_EPOCHS = 20
 
 _POOL_DEPTH = 10  # top documents of each query in a run; nDCG@10 depends on no others
 _LEAST_SECONDS = 5.0  # for the updates of a training
-_CHEAP_SHARE = 0.1  # of the time left; another rate is tried if the last training took less
+_CHEAP_SHARE = 0.2  # of the time left; another rate is tried if the last training took less
+_RESERVE_FACTOR = 1.2  # of the time to encode documents after a training; machines are noisy
 _ROWS_PER_SHARD = 2000  # of a store; a killed process loses at most one shard
 
 Scores = dict[str, float]
@@ -760,7 +761,7 @@ class Ladder:
         """
         num_documents = max(self._num_pool_documents, self._num_documents["test"])
         num_documents += self._num_guard_documents
-        return self.left() - num_documents * self._seconds_per_document
+        return self.left() - _RESERVE_FACTOR * num_documents * self._seconds_per_document
 
     def _make_pool(self) -> None:
         """Reduce the documents of dev to those that the candidates so far find, if dev has many.
