@@ -8,22 +8,16 @@ whose trained model has two, as after query-side training.
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from pathlib import Path
 from typing import Any
 
 import torch
 from sentence_transformers.sentence_transformer.modules import Transformer
 from torch import nn
 
-from contaccum.data import BeirDataset
 from contaccum.encoders.adapters import has_adapter, merge_adapter
 from contaccum.encoders.dual_encoder import DualEncoder
-from contaccum.encoders.export import insert_card_section
 from contaccum.encoders.settings import get_tower, is_tied
 from contaccum.errors import ConfigError
-from contaccum.evaluation.evaluator import RetrievalEvaluator
-from contaccum.files import atomic_folder
 
 
 def merge_models(base: DualEncoder, trained: DualEncoder, weight: float) -> DualEncoder:
@@ -88,61 +82,3 @@ def _describe_architecture(tower: nn.Module) -> dict[str, Any]:
     for name, tensor in tower.state_dict().items():
         description[f"shape of {name}"] = tensor.shape
     return description
-
-
-def choose_weight(scores: Mapping[float, Sequence[float]], guard_loss: float) -> float:
-    """Return the weight with the best dev score among those that lose little on each guard set.
-
-    Of equal weights, the smallest is chosen. Weight 0, the base model, loses nothing.
-
-    Args:
-        scores: {weight: nDCG@10 on the dev set, then on each guard set}; 0 is one of the weights.
-        guard_loss: the nDCG@10 that a weight may lose on each guard set.
-    """
-    allowed = []
-    for weight in sorted(scores):
-        losses = [base - score for base, score in zip(scores[0.0], scores[weight], strict=True)]
-        if max(losses[1:]) <= guard_loss + 1e-9:  # differences of means are rounded
-            allowed.append(weight)
-    return max(allowed, key=lambda weight: scores[weight][0])  # the first one of equal scores
-
-
-def write_best_merge(
-    base: DualEncoder,
-    trained: DualEncoder,
-    data_sets: Sequence[tuple[str, BeirDataset]],
-    weights: Iterable[float],
-    guard_loss: float,
-    batch_size: int,
-    output: Path,
-    print_line: Callable[[str], None] = print,
-) -> dict[str, Any]:
-    """Score the merged models, and write the model of the weight that `choose_weight` chooses.
-
-    Args:
-        data_sets: (name, data set) of the dev set, and then of the guard sets.
-        weights: weights of the trained model; 0 and 1 are scored too.
-
-    Returns:
-        The content of a JSON record. A row of its ``scores`` begins with the weight.
-    """
-    scores: dict[float, list[float]] = {weight: [] for weight in sorted({0.0, 1.0, *weights})}
-    for name, dataset in data_sets:
-        evaluator = RetrievalEvaluator(dataset, ["ndcg@10"], batch_size)
-        for weight, scores_of_weight in scores.items():
-            score = evaluator.score(merge_models(base, trained, weight))["ndcg@10"]
-            scores_of_weight.append(score)
-            print_line(f"{name}, weight {weight:g}: nDCG@10 {score:.4f}")
-    chosen = choose_weight(scores, guard_loss)
-    line = (
-        f"chosen: {1 - chosen:g} * base model + {chosen:g} * trained model, with the best nDCG@10 "
-        f"on dev among those that lose at most {guard_loss:g} on each guard set"
-    )
-    print_line(line)
-    with atomic_folder(output) as folder:
-        merge_models(base, trained, chosen).save_pretrained(str(folder))
-        note = f"Merge of two models, {line}. The card below is that of one of them."
-        insert_card_section(folder, "merge of contaccum", note)
-    rows = [[weight, *scores_of_weight] for weight, scores_of_weight in scores.items()]
-    names = [name for name, _ in data_sets]
-    return {"weight": chosen, "line": line, "data_sets": names, "scores": rows}

@@ -1,9 +1,9 @@
 """All settings of a training. Each one is declared once, as a field of a dataclass below.
 
 A field says everything about its setting: type and choices, default, help, limits, the methods that
-use it, what a changed value means for an unfinished run, and whether `contaccum fit` sets or tries
-it. The settings are in groups. `LossSettings` is the group of the loss, `TrainingSettings` has all
-groups that a trainer reads, and `Settings` adds those of model and data. `TrainingSettings` and
+use it, what a changed value means for an unfinished run, and whether `contaccum fit` sets it. The
+settings are in groups. `LossSettings` is the group of the loss, `TrainingSettings` has all groups
+that a trainer reads, and `Settings` adds those of model and data. `TrainingSettings` and
 `Settings` are immutable and checked when they are made, so whoever has one need not check it again.
 
 `read` parses YAML files and the command line, `to_yaml` writes a YAML file, and `replace` changes
@@ -96,7 +96,6 @@ def option(
     on_change: Literal["restart", "continue", "ignore"] = "restart",
     is_path: bool = False,
     set_by_fit: bool = False,
-    tries: Sequence[Any] = (),
 ) -> Any:
     """Return a dataclass field with everything that the program knows about a setting.
 
@@ -112,7 +111,6 @@ def option(
             from its checkpoint, but the result is another one. "ignore": the result stays the same.
         is_path: the value may name a file or folder. Its content counts then, and not its name.
         set_by_fit: `contaccum fit` decides it or does without it, so the user cannot give it there.
-        tries: the values that a search tries.
     """
     metadata = {
         "help": help_text,
@@ -123,7 +121,6 @@ def option(
         "on_change": on_change,
         "is_path": is_path,
         "set_by_fit": set_by_fit,
-        "tries": tuple(tries),
     }
     if isinstance(default, (list, dict)):
         return field(default_factory=lambda: type(default)(default), metadata=metadata)
@@ -198,6 +195,12 @@ class ModelSettings:
     merge_adapter: bool = option(
         False, "At the end, save a full model: the weights with the adapter added."
     )
+    blend: float = option(
+        1.0,
+        "At the end, save this share of the trained weights plus the rest of the earlier ones.",
+        above=0,
+        set_by_fit=True,
+    )
     trust_remote_code: bool = option(
         False, "Run code that comes with the model; only the command line can allow it, no config."
     )
@@ -225,9 +228,7 @@ class DataSettings:
     split: str = option(
         "train", "Split of a BEIR folder, or of a Hugging Face data set.", set_by_fit=True
     )
-    num_hard_negatives: int = option(
-        0, "Hard negatives per query.", least=0, methods=WITH_PASSAGES, tries=(0, 1)
-    )
+    num_hard_negatives: int = option(0, "Hard negatives per query.", least=0, methods=WITH_PASSAGES)
     positives: Literal["draw", "first", "all"] | None = option(
         None, "Of several positives: sample one in each epoch, use the first, or use all."
     )
@@ -267,7 +268,6 @@ class MethodSettings:
     method: Method = option(
         "contaccum",
         "The source of an update's negatives; see docs/training.md.",
-        tries=("query_side", "contaccum", "grad_cache"),
     )
     passage_store: str | None = option(
         None,
@@ -300,12 +300,17 @@ class MethodSettings:
         None,
         "Pairs per update on all devices; determines gradient_accumulation_steps.",
         least=1,
-        tries=(32, 64, 128, 256),
     )
     gather_across_devices: bool | None = changeable(
         None,
         "Contrast the pairs of all devices. Default: true for methods with a bank.",
         methods=WITH_PASSAGES,
+    )
+    learning_rates: list[float] | None = option(
+        None,
+        "The learning rate of each update, and thus their number, as contaccum fit writes it.",
+        least=0,
+        set_by_fit=True,
     )
     max_skipped_updates: int = changeable(
         10, "Updates that may be skipped because they are not finite; one more ends the run."
@@ -397,7 +402,6 @@ class SimilaritySettings:
         None,
         "Divisor of the similarities. Default: 0.05 with cos, 1.0 with dot.",
         above=0,
-        tries=(0.02, 0.05, 0.1),
     )
     matryoshka_dims: list[int] | None = option(
         None,
@@ -444,9 +448,7 @@ class TrainerSettings:
     warmup_steps: float = changeable(
         0, "Updates in which the learning rate rises, or their share if below 1.", least=0
     )
-    num_train_epochs: float = changeable(
-        3.0, "Passes over the training data.", above=0, tries=(1, 2, 3, 5)
-    )
+    num_train_epochs: float = changeable(3.0, "Passes over the training data.", above=0)
     max_steps: int = changeable(-1, "Updates of the run. Default: as num_train_epochs says.")
     per_device_train_batch_size: int | Literal["auto"] = changeable(
         8, "Pairs per micro-batch on each device. auto: as many as memory allows.", least=1
@@ -682,6 +684,11 @@ REFUSALS: tuple[tuple[type, Callable[[Any], object], str], ...] = (
         ),
         "merge_adapter with model as output_dir: the merged model would overwrite the base model "
         "that the checkpoints need. Set another output_dir",
+    ),
+    (
+        Settings,
+        lambda s: s.blend > 1,
+        "blend={s.blend}: it is a share of the trained weights. Set it between 0 and 1",
     ),
     (
         Settings,

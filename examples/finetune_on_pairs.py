@@ -66,7 +66,7 @@ args = ContAccumTrainingArguments(
     gradient_accumulation_steps=16,  # micro-batches per update: 16 * 8 = 128 pairs
     num_train_epochs=1,
     max_steps=options.max_steps,
-    learning_rate=1e-4,  # depends on the data: compare rates on dev, or use contaccum tune
+    learning_rate=1e-4,  # depends on the data: compare rates on dev, or use contaccum fit
     warmup_steps=0.1,  # a share of all updates
     bf16=torch.cuda.is_available(),
     save_strategy="no",

@@ -1,4 +1,4 @@
-"""Linear merge of two models: exact ends, the mean, towers, adapters, refusals, the choice."""
+"""Linear merge of two models: exact ends, the mean, towers, adapters, refusals."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from contaccum import DualEncoder
 from contaccum.encoders.adapters import add_adapter, merge_adapter
 from contaccum.encoders.dual_encoder import add_query_adapter, train_query_tower_alone
 from contaccum.errors import ConfigError
-from contaccum.merging import choose_weight, merge_models
+from contaccum.merging import merge_models
 from contaccum.retrieval.encode import encoding_identity, model_fingerprint
 
 
@@ -139,28 +139,3 @@ def make_bert(num_layers: int, width: int) -> DualEncoder:
 def test_base_of_another_architecture_is_refused(make_base, message):
     with pytest.raises(ConfigError, match=message):
         merge_models(make_base(), tiny_encoder(), 0.5)
-
-
-DEV_SCORES = {0.0: 0.5, 0.3: 0.6, 0.7: 0.7, 1.0: 0.8}
-
-
-@pytest.mark.parametrize(
-    ("guard_scores", "expected"),
-    [
-        ((0.5, 0.5, 0.5, 0.5), 1.0),  # nothing is lost
-        ((0.5, 0.5, 0.495, 0.4), 0.7),  # a loss of 0.005 is allowed
-        ((0.5, 0.49, 0.489, 0.4), 0.3),  # a loss of exactly 0.01 is allowed
-        ((0.5, 0.48, 0.47, 0.4), 0.0),  # every weight loses too much
-        ((0.5, 0.4, 0.5, 0.4), 0.7),  # the loss need not grow with the weight
-    ],
-)
-def test_best_weight_that_keeps_the_score_on_every_guard_set_is_chosen(guard_scores, expected):
-    scores = {}
-    for (weight, dev_score), guard_score in zip(DEV_SCORES.items(), guard_scores, strict=True):
-        scores[weight] = (dev_score, guard_score, 0.9)  # nothing is lost on a second guard set
-    assert choose_weight(scores, 0.01) == expected
-
-
-def test_of_equal_weights_the_smallest_is_chosen():
-    assert choose_weight({0.0: (0.5, 0.5), 1.0: (0.7, 0.5), 0.3: (0.7, 0.5)}, 0.0) == 0.3
-    assert choose_weight({0.0: (0.5, 0.5), 0.3: (0.5, 0.5), 1.0: (0.4, 0.5)}, 0.0) == 0.0

@@ -113,17 +113,22 @@ def make_quickstart() -> list[str]:
     """Return the statements about the example, and the lines that it prints."""
     record = read("quickstart.json")
     split = record["split"]
-    bm25, base, both, *_ = (score["dev"] for score in record["scores"])
     with (ROOT / "examples" / "medquad.csv").open(encoding="utf-8", newline="") as file:
         num_pairs = len(list(csv.DictReader(file)))
     return [
         f"{num_pairs:,} questions and answers of MedQuAD",
         f"held out: {split['dev']} dev and {split['test']} test queries on new documents; "
         f"{split['train']:,} queries to train on",
-        f"BM25 {bm25:.3f} {record['model']} {base:.3f} both {both:.3f} (nDCG@10 on dev)",
         record["verdict"]["line"],
-        record["production"]["line"],
+        *record["lines"],
+        *map(describe_candidate, record["candidates"]),
     ]
+
+
+def describe_candidate(candidate: dict[str, Any]) -> str:
+    """Return the line that `contaccum fit` prints of a candidate, without the best one so far."""
+    name = candidate["name"] + (" with BM25" if candidate["bm25_weight"] > 0 else "")
+    return f"{candidate['number']}. {name}: {candidate['scores']['mean']:.3f} on dev"
 
 
 def make_fits() -> list[str]:
@@ -143,8 +148,6 @@ def make_fits() -> list[str]:
             columns.append(f"{fmean(values):.1f} ({stdev(values):.1f})")
             if (data, system) == ("pubmedqa", "base"):
                 statements.append(f"has {fmean(values):.0f} of 100 already, as on PubMedQA")
-        words = [cell["verdicts"][kind]["word"] for cell in cells]
-        columns.append(f"{words.count('BETTER')} of {len(words)}")
         statements.append(f"| {' | '.join(columns)} |")
         minutes += [cell["budget_seconds"] / 60 for cell in cells]
         assert all(sum(cell["split"][part] for part in SPLIT_PARTS) < 2050 for cell in cells)

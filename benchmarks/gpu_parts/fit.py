@@ -33,15 +33,17 @@ def measure(run: Run) -> dict[str, Any]:
         seconds = time.perf_counter() - started
         record = read_json(result.folder / RECORD_FILE)
         lines = [verdict["line"] for verdict in record["verdicts"].values()]
+        # The averages of a trained model with the base model are no trials of their own.
+        trials = [row for row in record["candidates"] if row["updates"] and row["blend"] == 1.0]
     return {
         "budget": BUDGET,
         "model": model.name,
         "has_trained_weights": model.has_trained_weights,
         "seconds": seconds,
         "seconds_of_stages": record["seconds"],
-        "trials": record["trials"],
+        "trials": trials,
         "scores": record["scores"],
-        "settings": record["settings"],
+        "chosen": record["candidates"][record["chosen"]],
         "verdict": {**record["verdict"], "line": "; ".join(lines)},
         "peak_mb": run.read_peak_mb(),
     }

@@ -25,17 +25,14 @@ from contaccum.errors import UserError, closest
 from contaccum.files import describe_failed_write, redact
 
 COMMANDS = {
-    "new": "inspect training data and write a training config for it",
     "split": "hold out dev and test sets from training data",
-    "fit": "search settings, train and test within a time budget, from a file of pairs",
-    "tune": "choose training settings by scores on dev data within a time budget",
+    "fit": "train and test within a time budget, from a file of pairs",
     "train": "train a retriever from YAML configs and command-line options",
     "evaluate": "score a model on BEIR data with FAISS",
     "mine": "mine hard negatives for training data",
     "encode": "encode a corpus of any size into a memory-mapped embedding store",
     "search": "search an embedding store for queries and write a TREC run",
     "export": "write a model as folders that embedding servers can load",
-    "merge": "average a base and a trained model, to lose little on other data",
 }
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from pathlib import Path
 
-from contaccum.cli.options import Parser, print_at_once
+from contaccum.cli.options import Parser, parse_bool, print_at_once
 from contaccum.defaults import DEFAULT_MODEL
 
 EXIT_CODE_NOT_BETTER = 1
@@ -42,9 +42,8 @@ def run(argv: Sequence[str]) -> int:
         dev=args.dev,
         test=args.test,
         future=args.future,
+        bm25=args.bm25,
         guard=args.guard,
-        guard_loss=args.guard_loss,
-        curve=args.curve,
         print_line=print_at_once,
         **read(training_arguments, parser.option_names),
     )
@@ -58,9 +57,9 @@ def _make_parser() -> Parser:
     """Return the parser of all options except those of `contaccum train`."""
     parser = Parser(
         "fit",
-        "Hold out dev and test sets, score BM25 and the model before training, search training "
-        "settings on dev within a time budget, train, and test whether the result is better. A "
-        "--key of `contaccum train` that is given here is fixed and not searched.",
+        "Hold out dev and test sets, score BM25 and the model before training, train in several "
+        "ways within a time budget, choose on dev, and test whether training has paid. A --key of "
+        "`contaccum train` that is given here is fixed and not chosen.",
         "corpus_columns",
         "on_bad_record",
         usage="contaccum fit DATA [OPTIONS] [--key value ...]",
@@ -95,11 +94,19 @@ def _make_parser() -> Parser:
         help="least score or label of a pair that is a match, for scored pairs",
     )
     parser.add_held_out_options()
-    parser.add_guard_options()
     parser.add_argument(
-        "--curve",
-        action="store_true",
-        help="also train on 25 and 50 %% of the training queries: would more pairs help?",
+        "--bm25",
+        type=parse_bool,
+        default=True,
+        metavar="BOOL",
+        help="false: search with vectors alone, for engines that have no BM25; default: true",
+    )
+    parser.add_argument(
+        "--guard",
+        nargs="+",
+        metavar="SET",
+        help="other data, BEIR folders or public names, on which the model must not lose more than "
+        "0.01 nDCG@10",
     )
     parser.add_argument(
         "--require",

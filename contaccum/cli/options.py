@@ -8,7 +8,7 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn
 
-from contaccum.defaults import DEFAULT_GUARD_LOSS, PRECISIONS
+from contaccum.defaults import PRECISIONS
 from contaccum.errors import ConfigError, closest
 from contaccum.settings import get_choices
 
@@ -108,24 +108,6 @@ class Parser(argparse.ArgumentParser):
             "new",
         )
 
-    def add_guard_options(self, required: bool = False) -> None:
-        """Add the guard sets of a merge, and the loss that is allowed on them."""
-        self.add_argument(
-            "--guard",
-            nargs="+",
-            required=required,
-            metavar="SET",
-            help="other data, BEIR folders or public names: the trained model is merged with the "
-            "base model so that it loses little on them",
-        )
-        self.add_argument(
-            "--guard_loss",
-            type=float,
-            default=DEFAULT_GUARD_LOSS,
-            metavar="LOSS",
-            help="nDCG@10 that the model may lose on each guard set; default: %(default)s",
-        )
-
     @property
     def option_names(self) -> set[str]:
         """The names of all options, without dashes."""
@@ -155,6 +137,13 @@ class Parser(argparse.ArgumentParser):
 def print_at_once(line: str) -> None:
     """Print a line at once, so that a log file shows the progress of a long run."""
     print(line, flush=True)
+
+
+def parse_bool(text: str) -> bool:
+    """Return the value of an option that is true or false."""
+    if text.lower() not in ("true", "false"):
+        raise argparse.ArgumentTypeError(f"must be true or false, got {text!r}")
+    return text.lower() == "true"
 
 
 def parse_positive_int(text: str) -> int:

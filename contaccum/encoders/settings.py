@@ -33,20 +33,22 @@ _DROPOUT_ATTRIBUTES = ("attention_dropout", "dropout_prob", "dropout_p")
 def get_tower(model: SentenceTransformer, task: str) -> nn.Module:
     """Return the module that encodes the texts of a task, "query" or "document".
 
-    If the model starts with a Router, the tower consists of the modules of the task's route and the
-    modules after the Router. Otherwise the tower is the whole model.
+    A Router in the model stands for the modules of the task's route. Without a Router, the tower is
+    the whole model.
     """
-    first_module = model[0]
-    if not isinstance(first_module, Router):
+    if not any(isinstance(module, Router) for module in model.children()):
         return model
-    # This method is private, but the only way to get the route that `Router.forward` uses: a task
-    # without a route of its own gets the route that the Router's config maps it to, or the default.
-    route_name = first_module._resolve_route(task=task, modality="text")
-    route = first_module.sub_modules[str(route_name)]
-    modules_after_router = list(model.children())[1:]
-    if not modules_after_router:
-        return route
-    return nn.Sequential(*route.children(), *modules_after_router)
+    modules: list[nn.Module] = []
+    for module in model.children():
+        if isinstance(module, Router):
+            # This method is private, but the only way to get the route that `Router.forward` uses:
+            # a task without a route of its own gets the route that the Router's config maps it to,
+            # or the default.
+            route_name = module._resolve_route(task=task, modality="text")
+            modules += module.sub_modules[str(route_name)].children()
+        else:
+            modules.append(module)
+    return nn.Sequential(*modules)
 
 
 def is_tied(model: SentenceTransformer) -> bool:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 import re
 import time
 from collections.abc import Iterable, Iterator
@@ -21,7 +20,6 @@ USED_TIME_FILE = "used_time.json"
 
 _NUM_MEASURED_DOCUMENTS = 64  # documents on which the time of encoding is measured
 _WARM_UP_DOCUMENTS = 4
-_MAX_SHARE_OF_BUDGET = 0.75  # of the time left, for encoding before and after the search
 _UNIT_SECONDS = {"h": 3600, "m": 60, "s": 1}
 
 
@@ -55,12 +53,6 @@ def format_duration(seconds: float) -> str:
     return f"{seconds / 3600:.1f} hours"
 
 
-def suggest_budget(seconds: float) -> str:
-    """Return a value of ``--budget`` that is enough for the seconds, and for one more start."""
-    minutes = math.ceil(1.1 * seconds / 60) + 1
-    return f"{minutes}m"
-
-
 class Budget:
     """The wall time that a command may take in all its starts together.
 
@@ -92,10 +84,6 @@ class Budget:
         """Return the seconds that are left; negative if the budget is exceeded."""
         return self.seconds - self.used()
 
-    def seconds_of(self, stage: str) -> float:
-        """Return the seconds of a stage by the clock of the first process; all must call it."""
-        return broadcast(self.stage_seconds[stage])
-
     def save(self) -> None:
         """Write the time that was used so far."""
         if rank() == 0:
@@ -112,6 +100,10 @@ class Budget:
             seconds = self.stage_seconds.get(stage, 0.0) + time.monotonic() - started
             self.stage_seconds[stage] = round(seconds, 1)
             self.save()
+
+    def left_here(self) -> float:
+        """Return the seconds that are left by the clock of this process."""
+        return self.seconds - self.used_here()
 
     def used_here(self) -> float:
         """Return the seconds that were used so far, by the clock of this process."""
@@ -141,32 +133,3 @@ def measure_seconds_per_document(
     started = time.perf_counter()
     encode_texts(encoder, sample, "document", batch_size, precision)
     return (time.perf_counter() - started) / len(sample)
-
-
-def require_encoding_time(
-    budget: Budget,
-    num_documents: int,
-    seconds_per_document: float,
-    guard_seconds: float = 0.0,
-) -> None:
-    """Check before the encoding that the encoding of all documents leaves time for the search.
-
-    Args:
-        num_documents: number of documents that the base model and the trained model encode.
-        guard_seconds: the seconds that the scores on the guard sets take.
-
-    Raises:
-        ConfigError: if the budget is too short.
-    """
-    needed = num_documents * seconds_per_document + guard_seconds
-    if needed > _MAX_SHARE_OF_BUDGET * budget.left():
-        budget.save()
-        documents = f"{num_documents:,} documents"
-        if guard_seconds > 0:
-            documents += " and the guard sets"
-        sufficient = budget.used() + needed / _MAX_SHARE_OF_BUDGET
-        raise ConfigError(
-            f"the budget of {format_duration(budget.seconds)} is too short: encoding "
-            f"{documents} takes {format_duration(needed)} (give --budget "
-            f"{suggest_budget(sufficient)} or more, or fewer documents)"
-        )

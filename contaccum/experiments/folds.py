@@ -2,10 +2,10 @@
 
 A small data set has several splits, because a single test set would have too few queries. As in
 cross-validation, each fold has other test queries, and the test queries of all folds together
-decide the verdict. Fold 0 is the first split. The settings are chosen on its dev set, and the user
-gets its model. On each further fold a model is trained with the same settings, tested and removed.
-Dev queries of fold 0 may be test queries of another fold. They are left out there, because the
-settings were chosen by them.
+decide the verdict. Fold 0 is the first split. A candidate is chosen on its dev set, and the user
+gets its model. On each further fold a model is trained in the same way, tested and removed. Dev
+queries of fold 0 may be test queries of another fold. They are left out there, because the
+candidate was chosen by them.
 """
 
 from __future__ import annotations
@@ -39,34 +39,24 @@ from contaccum.data.split import (
 from contaccum.encoders.dual_encoder import DualEncoder
 from contaccum.errors import ConfigError
 from contaccum.evaluation.evaluator import RetrievalEvaluator
+from contaccum.experiments.candidates import Candidate, encode_corpus, write_linear_maps
 from contaccum.experiments.run import (
     IDENTITY_FILE,
     RESULT_FILE,
-    describe_settings,
+    Job,
     hash_path,
     on_first_rank,
     once,
-    run_and_keep,
+    train,
 )
-from contaccum.experiments.tune import MINED_FILE, mine_once
-from contaccum.experiments.verdict import (
-    SYSTEMS,
-    ScoreColumns,
-    SystemResult,
-    load_trained,
-    search_test_set,
-)
+from contaccum.experiments.verdict import SYSTEMS, ScoreColumns, SystemResult, search_test_set
 from contaccum.files import atomic_folder
-from contaccum.merging import merge_models
 from contaccum.retrieval.documents import StoreDocuments
-from contaccum.retrieval.encode import CorpusEncoder
 from contaccum.retrieval.store import EmbeddingStore
 from contaccum.settings import Settings, replace
 
 MAX_FOLDS = 5
 """The largest number of splits of a small data set; each split needs a training."""
-
-_ROWS_PER_SHARD = 2000  # a killed process loses at most one shard
 
 
 @dataclass(frozen=True)
@@ -199,85 +189,63 @@ class Pairs:
         return min(MAX_FOLDS, math.ceil(FEW_TEST_QUERIES / split.test), split.folds)
 
 
-def encode_corpus(
-    encoder: DualEncoder, model_name: str, corpus: Path, store: Path, batch_size: int
-) -> str:
-    """Write the embeddings of a corpus to a store; a complete store is not changed.
-
-    Returns:
-        The line of `CorpusEncoder.describe_cut`.
-    """
-    corpus_encoder = CorpusEncoder(
-        encoder, model_name, corpus, store, batch_size=batch_size, shard_size=_ROWS_PER_SHARD
-    )
-    corpus_encoder.encode()
-    return corpus_encoder.describe_cut()
-
-
-def load_evaluator(data: Path, store: Path, batch_size: int) -> RetrievalEvaluator:
-    """Return the evaluator of the split ``test`` of a BEIR folder.
-
-    Args:
-        store: a store with the embeddings of the documents; they are not encoded again.
-    """
-    evaluator = RetrievalEvaluator(load_beir_folder(data, "test"), batch_size=batch_size)
-    evaluator.documents = StoreDocuments(EmbeddingStore.open(store))
-    return evaluator
-
-
 def score_fold(
     number: int,
-    folder: Path,
+    job: Job,
     pairs: Pairs,
-    final: Settings,
-    weight: float | None,
     base: DualEncoder,
+    base_candidate: Candidate,
+    chosen: Candidate,
     first_dev: BeirDataset,
-    bm25_weights: Mapping[str, float],
-    batch_size: int,
 ) -> ScoreColumns:
-    """Train and test on a further fold, and return the scores of its test queries.
+    """Train the chosen candidate on a further fold, and return the scores of its test queries.
 
     The split and the trained model are removed afterwards.
 
     Args:
         number: the number of the fold, from 1.
-        folder: the folder of the fold.
         pairs: the user's pairs.
-        final: the settings of the final training on fold 0.
-        weight: the weight at which the trained model is merged with the base model, which the
-            guard of the fit has chosen. None: there is no guard, so nothing is merged. With 0, the
-            base model itself is tested, and no model is trained.
         base: the base model.
-        first_dev: the dev set of fold 0, by which the settings were chosen.
-        bm25_weights: the weights of BM25 beside the models; see `search_test_set`.
-        batch_size: texts per forward pass.
+        base_candidate, chosen: see `search_test_set`.
+        first_dev: the dev set of fold 0, by which the candidate was chosen.
     """
+    folder = job.folder / "folds" / str(number)
     data = folder / "data"
-    store = folder / "store"
+    store = folder / "base_store"  # not the name of a candidate's own store
 
     def hold_out() -> None:
         pairs.hold_out(data, number)
-        encode_corpus(base, "base", data / CORPUS_FILE, store, batch_size)
+        encode_corpus(job, base, "base", data / CORPUS_FILE, store)
+        if chosen.system == "map":
+            assert chosen.ridge is not None
+            documents = StoreDocuments(EmbeddingStore.open(store))
+            ridges = [chosen.ridge]
+            write_linear_maps(base, data / TRAIN_FILE, documents, ridges, job.batch_size, folder)
 
     def test() -> ScoreColumns:
-        evaluator = load_evaluator(data / "test", store, batch_size)
-        trained = base
-        if weight != 0:
-            trained = load_trained(folder / "model", base)
-            if weight is not None:
-                trained = merge_models(base, trained, weight)
-        results = search_test_set(evaluator, base, trained, bm25_weights)
-        return collect_scores(evaluator.dataset, results, number, first_dev)
+        test_set = load_beir_folder(data / "test", "test")
+        evaluator = RetrievalEvaluator(test_set, batch_size=job.batch_size)
+        evaluator.documents = StoreDocuments(EmbeddingStore.open(store))
+        results = search_test_set(evaluator, base, base_candidate, chosen, folder)
+        return collect_scores(test_set, results, number, first_dev)
 
     def work() -> ScoreColumns:
         on_first_rank(hold_out)
-        if weight != 0:
-            run_and_keep(_make_fold_settings(final, folder), folder / "model")
+        if chosen.system == "trained":
+            settings = replace(Settings(), **chosen.settings)
+            changes: dict[str, Any] = {
+                "train_data": [str(data / TRAIN_FILE)],
+                "blend": 1.0,  # it is made of the trained model when that is loaded
+                "trust_remote_code": base.trust_remote_code,  # not by a file of somebody else
+            }
+            if settings.method == "query_side":
+                changes["passage_store"] = str(store)
+            if settings.second_stage is not None:
+                changes["second_stage"] = str(data / CORPUS_FILE)
+            train(replace(settings, **changes), folder)
         return on_first_rank(test)
 
-    identity = {**describe_settings(final), "fold": number, "weight": weight, **bm25_weights}
-    scores = once(folder, identity, work, all_ranks=True)
+    scores = once(folder, {**job.request, "candidate": chosen.name}, work, all_ranks=True)
 
     def remove_files() -> None:
         for path in folder.iterdir():
@@ -288,31 +256,6 @@ def score_fold(
 
     on_first_rank(remove_files)  # also those of a start that was killed
     return scores
-
-
-def _make_fold_settings(final: Settings, folder: Path) -> Settings:
-    """Return the settings of the final training, with the data of another fold."""
-    data = folder / "data"
-    corpus = str(data / CORPUS_FILE)
-    # The dev set of fold 0 may be reduced, so a sample of the same size is used here.
-    first_dev = load_beir_folder(Path(str(final.eval_data)), final.eval_split)
-    changes: dict[str, Any] = {
-        "train_data": [str(data / TRAIN_FILE)],
-        "eval_data": str(data / "dev"),
-        "eval_corpus_size": len(first_dev.corpus),
-    }
-    if final.second_stage is not None:
-        changes["second_stage"] = corpus
-    if final.method == "query_side":
-        changes["passage_store"] = str(folder / "store")
-    if Path(final.train_data[0]).name == MINED_FILE:
-        settings = replace(final, **changes)
-        mined = on_first_rank(lambda: mine_once(settings, corpus, folder / MINED_FILE))
-        if mined is None:
-            changes["num_hard_negatives"] = 0
-        else:
-            changes["train_data"] = [mined]
-    return replace(final, **changes)
 
 
 def collect_scores(

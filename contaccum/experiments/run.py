@@ -1,7 +1,7 @@
 """One training in a folder, and the question whether a folder has the result of the same work.
 
-`run` is all that tuning and `contaccum fit` know about trainings. `once` does a piece of work in a
-folder, unless the folder has its result already. An identity is everything that decides a result;
+`train` is all that `contaccum fit` knows about trainings. `once` does a piece of work in a folder,
+unless the folder has its result already. An identity is everything that decides a result;
 here it is compared with that of an earlier start. (`contaccum.training.checkpoint` compares the
 settings of a training that resumes from a checkpoint.) With several processes, the first one
 compares and writes, and all processes get the same result.
@@ -9,59 +9,76 @@ compares and writes, and all processes get the same result.
 
 from __future__ import annotations
 
-import dataclasses
 import functools
 import gc
 import json
 import math
 import shutil
-import statistics
-import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, nullcontext
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import transformers
-from transformers import (
-    PrinterCallback,
-    TrainerCallback,
-    TrainerControl,
-    TrainerState,
-    TrainingArguments,
-)
-from transformers.trainer_utils import IntervalStrategy
 
 from contaccum import __version__
-from contaccum.distributed import RANK_TIMEOUT, broadcast, rank, world_size
+from contaccum.distributed import RANK_TIMEOUT, broadcast, rank
 from contaccum.encoders.dual_encoder import DualEncoder
 from contaccum.errors import ConfigError, UserError
-from contaccum.evaluation.evaluator import RetrievalEvaluator
+from contaccum.experiments.budget import Budget
 from contaccum.files import fingerprint, hash_file, list_changes, lock_folder, read_json, write_json
 from contaccum.retrieval.encode import model_fingerprint, tokenisation_fingerprint
 from contaccum.retrieval.store import EmbeddingStore
 from contaccum.settings import Settings, find, replace, to_dict
 from contaccum.training.arguments import ContAccumTrainingArguments
 from contaccum.training.checkpoint import count_rows
-from contaccum.training.log import EVAL_LOG, TRAIN_LOG, is_finished, read_log
-from contaccum.training.setup import load_encoder, load_guide, load_run_data
-from contaccum.training.trainer import make_trainer, train_and_save
-
-QueryScores = dict[str, float]
-"""{query id: its score by the evaluator's primary metric}"""
+from contaccum.training.log import TRAIN_LOG, is_finished, read_log
+from contaccum.training.setup import load_guide
+from contaccum.training.trainer import train_and_save
 
 Identity = Mapping[str, Any]
 """{name: JSON value} of everything that decides the result of some work."""
 
 IDENTITY_FILE = "identity.json"
 RESULT_FILE = "result.json"
-MODEL_FOLDER = "model"
+TRAINING_FOLDER = "training"
 
-# A speed is measured in so many updates, each of so many micro-batches at most.
-_MEASURED_UPDATES = 2
-_MEASURED_MICRO_BATCHES = 1
+
+class Job(NamedTuple):
+    """A call of `fit`: what all its parts share.
+
+    Attributes:
+        folder: the output folder, an absolute path.
+        request: everything that decides the results, as JSON: the identity of all work in it.
+        given: the user's settings of a training.
+        args: training arguments with these settings: the device and the batch sizes.
+        budget: the time of all starts.
+        print_line: prints a line for the user, on the first process only.
+    """
+
+    folder: Path
+    request: Identity
+    given: Mapping[str, Any]
+    args: ContAccumTrainingArguments
+    budget: Budget
+    print_line: Callable[[str], None]
+
+    @property
+    def data(self) -> Path:
+        """The folder of the split."""
+        return self.folder / "data"
+
+    @property
+    def store(self) -> Path:
+        """The folder of the training documents' vectors by the base model."""
+        return self.folder / "store"
+
+    @property
+    def batch_size(self) -> int:
+        """The number of texts per forward pass outside of trainings."""
+        return self.args.per_device_eval_batch_size
 
 
 # A piece of work in a folder ----------------------------------------------------------------------
@@ -243,150 +260,67 @@ def _hash_file(file: Path, size: int, time_changed: int) -> str:
     return hash_file(file)
 
 
-# Runs ---------------------------------------------------------------------------------------------
+# Trainings ----------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
-class Result:
-    """The result of a run.
+class Trained:
+    """The result of a training.
 
     Attributes:
-        score: the mean of the evaluator's primary metric; None if the run failed.
-        query_scores: the scores at the end of the training.
         updates: the number of updates.
-        seconds: the time of loading, training and scoring.
-        seconds_per_update: the median time of the updates in the second half of the run.
-        scoring_seconds: the time of scoring.
-        note: the reason if there is no score.
-        point: what the caller varied, {setting: value}.
+        seconds: the time of the updates.
+        rates: the learning rate of each update.
     """
 
-    score: float | None = None
-    query_scores: QueryScores = field(default_factory=dict)
-    updates: int = 0
-    seconds: float = 0.0
-    seconds_per_update: float = 0.0
-    scoring_seconds: float = 0.0
-    note: str = ""
-    point: dict[str, Any] = field(default_factory=dict)
+    updates: int
+    seconds: float
+    rates: list[float]
 
 
-def run(
-    settings: Settings,
-    evaluator: RetrievalEvaluator,
-    folder: Path,
-    *,
-    point: Mapping[str, Any] | None = None,
-    keeps_error: bool = False,
-    keeps_model: bool = False,
-) -> Result:
-    """Train by the settings in a folder, and score the model.
+def train(settings: Settings, folder: Path, seconds: float | None = None) -> Trained:
+    """Train as `contaccum train` does, in the folder `TRAINING_FOLDER`, which then has the model.
 
-    A finished run is not repeated.
+    A finished training is not repeated. One that was killed goes on from its last checkpoint.
 
     Args:
-        settings: the settings; ``output_dir`` and ``eval_data`` are not used here.
-        evaluator: scores the model at the end.
-        point: what the caller varied; it is kept with the result.
-        keeps_error: True: an error of the user is the result, in ``note``.
-        keeps_model: True: the model is saved in the folder `MODEL_FOLDER` there.
+        settings: the settings, without those of checkpoints.
+        seconds: the time for the updates; see `ContAccumTrainer`. None: as long as they take.
 
     Raises:
         UserError: for settings, data or a model that cannot be used.
     """
-    varied = dict(point or {})
-
-    def work() -> dict[str, Any]:
-        try:
-            result = _train_and_score(settings, evaluator, folder, keeps_model)
-        except UserError as error:
-            if not keeps_error:
-                raise
-            result = Result(note=str(error))
-        return asdict(dataclasses.replace(result, point=varied))
-
-    evaluation = [evaluator.dataset.fingerprint, evaluator.primary_metric]
-    identity = {**describe_settings(replace(settings, eval_data=None)), "evaluation": evaluation}
-    return Result(**once(folder, identity, work, all_ranks=True))
-
-
-def run_and_keep(settings: Settings, folder: Path) -> Result:
-    """Train as `contaccum train` does in a folder, which then has the model.
-
-    A finished run is not repeated. A run that was killed goes on from its last checkpoint; if the
-    settings have changed, it starts anew. The checkpoints are removed at the end.
-
-    Args:
-        settings: the settings; ``eval_data`` decides the best checkpoint.
-
-    Returns:
-        The best score on ``eval_data``, and the times.
-
-    Raises:
-        UserError: for settings, data or a model that cannot be used.
-    """
-
-    def work() -> dict[str, Any]:
-        if not is_finished(folder):
-            train_and_save(replace(settings, output_dir=str(folder), resume_from_checkpoint="auto"))
-        times = [line["seconds"] for line in read_log(folder / TRAIN_LOG)]
-        scores = []
-        for record in read_log(folder / EVAL_LOG):
-            scores += [value for name, value in record.items() if name == "eval_ndcg@10"]
-        result = Result(
-            score=max(scores),
-            updates=len(times),
-            seconds=sum(times),
-            seconds_per_update=_summarise(times),
+    output = folder / TRAINING_FOLDER
+    if not on_first_rank(lambda: is_finished(output)):
+        settings = replace(
+            settings,
+            output_dir=str(output),
+            resume_from_checkpoint="auto",
+            save_strategy="no",
+            logging_strategy="no",
         )
-        return asdict(result)
+        bars_were_shown = transformers.utils.logging.is_progress_bar_enabled()
+        transformers.utils.logging.disable_progress_bar()  # it would appear between printed lines
+        try:
+            train_and_save(settings, seconds, print_line=lambda line: None)
+        finally:
+            if bars_were_shown:
+                transformers.utils.logging.enable_progress_bar()
+        gc.collect()  # a trainer and its model refer to each other
+        if torch.cuda.is_available():
+            torch.cuda.empty_cache()
 
-    result = Result(**once(folder, describe_settings(settings), work, all_ranks=True))
-    if rank() == 0:
-        for checkpoint in folder.glob("checkpoint-*"):
+    def read() -> dict[str, Any]:
+        for checkpoint in output.glob("checkpoint-*"):
             shutil.rmtree(checkpoint)
-    return result
+        lines = read_log(output / TRAIN_LOG)
+        return {
+            "updates": len(lines),
+            "seconds": sum(line["seconds"] for line in lines),
+            "rates": [line["learning_rate"] for line in lines],
+        }
 
-
-def measure_speed(settings: Settings, folder: Path) -> float:
-    """Return the present seconds per update of a training with the settings.
-
-    They are measured in two updates of a single micro-batch. The folder is removed.
-
-    Raises:
-        UserError: for settings, data or a model that cannot be used.
-    """
-    micro_batch = settings.per_device_train_batch_size
-    changes: dict[str, Any] = {}
-    scale = 1.0
-    if micro_batch != "auto":  # else the trainer divides an update itself
-        pairs_per_update = ContAccumTrainingArguments.from_settings(settings).total_train_batch_size
-        assert pairs_per_update is not None  # computed when the arguments are created
-        num_micro_batches = pairs_per_update // (micro_batch * world_size())
-        few = min(_MEASURED_MICRO_BATCHES, num_micro_batches)
-        changes = {"total_train_batch_size": None, "gradient_accumulation_steps": few}
-        scale = num_micro_batches / few
-    # The first update is slower, because it allocates memory.
-    settings = replace(settings, **changes, max_steps=_MEASURED_UPDATES + 1, warmup_steps=0)
-    try:
-        update_seconds = _train(settings, folder).seconds[1:]
-    finally:
-        if rank() == 0:
-            shutil.rmtree(folder, ignore_errors=True)
-    # All processes use the time of the first process, so that they make the same decisions.
-    return broadcast(scale * statistics.fmean(update_seconds))
-
-
-def read_results(folder: Path) -> list[Result]:
-    """Return the results of the finished runs in ``folder``/0, 1, 2, ..."""
-
-    def read() -> list[Any]:
-        contents: list[Any] = []
-        while (file := folder / str(len(contents)) / RESULT_FILE).is_file():
-            contents.append(read_json(file))
-        return contents
-
-    return [Result(**content) for content in on_first_rank(read)]
+    return Trained(**on_first_rank(read))
 
 
 def start_ranks(settings: Settings) -> ContAccumTrainingArguments:
@@ -410,96 +344,3 @@ def count_updates(dataset: Any, args: ContAccumTrainingArguments) -> int:
     assert args.total_train_batch_size is not None  # computed when the arguments are created
     updates_per_epoch = math.ceil(num_rows / args.total_train_batch_size)
     return max(1, math.ceil(updates_per_epoch * args.num_train_epochs))
-
-
-def _train_and_score(
-    settings: Settings, evaluator: RetrievalEvaluator, folder: Path, keeps_model: bool
-) -> Result:
-    """Train, and score the model at the end."""
-    started = time.perf_counter()
-    clock = _train(settings, folder, evaluator, keeps_model)
-    ended = time.perf_counter()
-    query_scores = broadcast(evaluator.query_scores)  # only the first process has scores
-    return Result(
-        score=statistics.fmean(query_scores.values()),
-        query_scores=query_scores,
-        updates=len(clock.seconds),
-        seconds=round(ended - started, 1),
-        seconds_per_update=_summarise(clock.seconds),
-        scoring_seconds=round(ended - clock.last_end, 1),
-    )
-
-
-def _train(
-    settings: Settings,
-    folder: Path,
-    evaluator: RetrievalEvaluator | None = None,
-    keeps_model: bool = False,
-) -> _UpdateTimes:
-    """Train in a folder without checkpoints, and let the evaluator score the model at the end."""
-    settings = replace(
-        settings,
-        output_dir=str(folder),
-        eval_data=None,
-        eval_strategy="no",
-        load_best_model_at_end=False,
-        save_strategy="no",
-        logging_strategy="no",
-        disable_tqdm=True,
-        overwrite_output_dir=True,
-    )
-    args = ContAccumTrainingArguments.from_settings(settings)
-    data = load_run_data(settings, args)._replace(evaluator=evaluator)
-    if evaluator is not None:
-        # An earlier run may have left document embeddings here. A query-side trainer sets the
-        # embeddings of its own store, and in other runs the evaluator encodes the documents.
-        evaluator.documents = None
-        args.eval_strategy = IntervalStrategy.STEPS
-        args.eval_steps = count_updates(data.training.dataset, args)
-    bars_were_shown = transformers.utils.logging.is_progress_bar_enabled()
-    transformers.utils.logging.disable_progress_bar()  # it would appear between the lines printed
-    try:
-        encoder = load_encoder(settings, args)
-    finally:
-        if bars_were_shown:
-            transformers.utils.logging.enable_progress_bar()
-    encoder.model_card_data.generate_widget_examples = False  # the model card is not kept
-    clock = _UpdateTimes()
-    trainer = make_trainer(encoder, settings, args, data, callbacks=[clock])
-    trainer.remove_callback(PrinterCallback)  # the caller prints the score
-    trainer.signals.saves_checkpoint = False
-    try:
-        trainer.train()
-        if keeps_model:
-            trainer.save_model(str(folder / MODEL_FOLDER))
-    finally:
-        del trainer, encoder
-        gc.collect()  # a trainer and its model refer to each other
-        if torch.cuda.is_available():
-            torch.cuda.empty_cache()
-    return clock
-
-
-class _UpdateTimes(TrainerCallback):
-    """The seconds of each update of a training, and when the last one ended."""
-
-    def __init__(self) -> None:
-        self.seconds: list[float] = []
-        self.last_end = 0.0
-
-    def on_train_begin(
-        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
-    ) -> None:
-        self.last_end = time.perf_counter()
-
-    def on_step_end(
-        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
-    ) -> None:
-        now = time.perf_counter()
-        self.seconds.append(now - self.last_end)
-        self.last_end = now
-
-
-def _summarise(update_seconds: Sequence[float]) -> float:
-    """Return the median time of an update in the second half of a run, when the caches are warm."""
-    return statistics.median(update_seconds[len(update_seconds) // 2 :])

@@ -1,12 +1,12 @@
-"""The verdict: the test whether the trained model is better than the base model.
+"""The verdict: is the chosen candidate better than the best search without training?
 
-The test set is used for the verdict only, and never to choose settings.
+The test set is used for the verdict only, and never to choose a candidate.
 """
 
 from __future__ import annotations
 
 import statistics
-from collections.abc import Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -20,15 +20,13 @@ from contaccum.evaluation.metrics import (
     LEVEL,
     WORSE,
     describe_difference,
-    describe_interval,
     judge,
     sign_flip_test,
     warn_of_few_groups,
 )
 from contaccum.evaluation.results import Run
-from contaccum.experiments.tune import Choice
+from contaccum.experiments.candidates import Candidate, search_with
 from contaccum.retrieval.bm25 import fuse_runs
-from contaccum.retrieval.encode import model_fingerprint
 
 SYSTEMS = ("bm25", "base", "base_with_bm25", "trained", "trained_with_bm25")
 """What is compared on the test set."""
@@ -50,36 +48,36 @@ _NUM_TOP_DOCUMENTS = 3  # retrieved documents that the record shows for a query
 
 _ADVICE = {
     BETTER: "",
-    WORSE: "the trained model is worse than the base model: keep the base model.",
-    LEVEL: (
-        "the trained model is not significantly better than the base model: keep the base model."
-    ),
+    WORSE: "training made the search worse",
+    LEVEL: "training did not make the search significantly better",
 }
 
 
 @dataclass(frozen=True)
 class Verdict:
-    """The comparison of the trained model with the base model on held-out queries.
+    """The comparison of the chosen candidate with the best search without training, on test.
 
     Attributes:
         word: "BETTER" or "WORSE" if p is at most 0.05 and at least `MIN_CHANGED_GROUPS` groups of
             queries have changed, else "LEVEL".
         metric: the name of the metric that is compared.
-        base, trained, bm25: the mean of the metric over the queries, for each system.
-        difference: ``trained`` minus ``base``.
+        free, chosen, bm25: the mean of the metric over the queries: for the best search without
+            training, for the chosen candidate, and for BM25.
+        difference: ``chosen`` minus ``free``.
         low, high, p: the limits of its 95% interval, and the p-value of the hypothesis that there
             is no difference; see `sign_flip_test`.
         queries: the number of queries.
         groups: the number of groups of queries; queries about the same passage are in one group.
         changed_groups: the number of groups whose scores differ.
+        free_name, chosen_name: what is compared.
         folds: the number of splits that the queries come from.
         kind: the documents of the queries, "new" or "known", if each has a verdict; else "".
     """
 
     word: str
     metric: str
-    base: float
-    trained: float
+    free: float
+    chosen: float
     bm25: float
     difference: float
     low: float
@@ -88,14 +86,18 @@ class Verdict:
     queries: int
     groups: int
     changed_groups: int
+    free_name: str
+    chosen_name: str
     folds: int = 1
     kind: str = ""
 
     @property
     def advice(self) -> str:
-        """A sentence with advice for the user; empty if the trained model is better."""
+        """A sentence with advice for the user; empty if training has paid."""
+        if self.word == BETTER:
+            return ""
         where = f"{self.kind} documents" if self.kind else "the test set"
-        return f"On {where} {_ADVICE[self.word]}" if _ADVICE[self.word] else ""
+        return f"On {where} {_ADVICE[self.word]}: keep {self.free_name}."
 
     def __str__(self) -> str:
         queries = f"{self.queries:,} held-out queries"
@@ -104,11 +106,16 @@ class Verdict:
         if self.folds > 1:
             queries += f" in {self.folds} splits"
         test = {**asdict(self), "p_value": self.p}
-        difference = describe_difference(self.metric, self.base, self.trained, queries, test)
+        difference = describe_difference(self.metric, self.free, self.chosen, queries, test)
         where = f" on {self.kind} documents" if self.kind else ""
-        line = f"{self.word}{where}: {difference}; BM25 {self.bm25:.3f}"
+        if self.free_name == self.chosen_name:
+            return (
+                f"{self.word}{where}: nothing that was trained is better on dev than "
+                f"{self.free_name}, which has {self.free:.3f} on {queries}: keep it"
+            )
+        line = f"{self.word}{where}: {difference}; from {self.free_name} to {self.chosen_name}"
         if self.word != BETTER:
-            line += "; keep the base model"
+            line += f"; keep {self.free_name}"
         return line
 
     def record(self) -> dict[str, Any]:
@@ -118,43 +125,52 @@ class Verdict:
 
 
 def compute_verdict(
-    trained: Mapping[str, float],
-    base: Mapping[str, float],
-    bm25: Mapping[str, float],
-    groups: Mapping[str, Any],
+    scores: Mapping[str, Mapping[str, Any]],
+    systems: tuple[str, str],
+    names: tuple[str, str],
+    queries: Collection[str],
     metric: str = "NDCG@10",
     folds: int = 1,
     kind: str = "",
 ) -> Verdict:
-    """Compute the verdict from the scores of the queries.
+    """Compute the verdict on some queries from their scores.
 
     Args:
-        trained, base, bm25: {query id: score} of each system, with the same queries.
-        groups: {query id: its group}.
+        scores: {column: {query: value}}: the scores of the systems and of "bm25", and the "group".
+        systems, names: the columns of the best search without training and of the chosen candidate,
+            and their names.
+        queries: the queries.
         metric: the name of the metric.
         folds: the number of splits that the queries come from.
         kind: see `Verdict`.
     """
-    test = sign_flip_test(trained, base, groups)
+    free, chosen, bm25 = (
+        {query: scores[system][query] for query in queries} for system in (*systems, "bm25")
+    )
+    test = sign_flip_test(chosen, free, scores["group"])
     return Verdict(
         word=judge(test),
         metric=metric,
-        base=statistics.fmean(base.values()),
-        trained=statistics.fmean(trained.values()),
+        free=statistics.fmean(free.values()),
+        chosen=statistics.fmean(chosen.values()),
         bm25=statistics.fmean(bm25.values()),
         difference=test["difference"],
         low=test["low"],
         high=test["high"],
         p=test["p_value"],
-        queries=len(base),
+        queries=len(free),
         groups=int(test["groups"]),
         changed_groups=int(test["changed_groups"]),
+        free_name=names[0],
+        chosen_name=names[1],
         folds=folds,
         kind=kind,
     )
 
 
-def compute_verdicts(scores: ScoreColumns, folds: int = 1) -> dict[str, Verdict]:
+def compute_verdicts(
+    scores: ScoreColumns, free: Candidate, chosen: Candidate, folds: int = 1
+) -> dict[str, Verdict]:
     """Compute a verdict on new documents and one on known documents, if each has enough queries.
 
     Returns:
@@ -168,63 +184,36 @@ def compute_verdicts(scores: ScoreColumns, folds: int = 1) -> dict[str, Verdict]
     if not has_both:
         present = [kind for kind in queries if queries[kind]]
         queries = {present[0] if len(present) == 1 else "all": list(scores["known"])}
+    systems = ("bm25" if free.system == "bm25" else "base_with_bm25", "trained_with_bm25")
+    names = (free.describe(), chosen.describe())
     verdicts = {}
     for kind, members in queries.items():
-        trained, base, bm25 = (
-            {query: scores[system][query] for query in members}
-            for system in ("trained", "base", "bm25")
-        )
         verdicts[kind] = compute_verdict(
-            trained, base, bm25, scores["group"], folds=folds, kind=kind if has_both else ""
+            scores, systems, names, members, folds=folds, kind=kind if has_both else ""
         )
     return verdicts
 
 
-def warn_of_disagreement(verdict: Verdict, choice: Choice) -> list[str]:
-    """Return warnings if only one of dev and test shows a better model, one line each.
-
-    Args:
-        verdict: the comparison with the base model on all test queries.
-        choice: the chosen settings, with the comparison with the base model on dev.
-    """
-    warnings = []
-    dev = choice.against_base
-    differences = (
-        f"{dev['difference']:+.3f} on dev ({describe_interval(dev)}), and "
-        f"{verdict.difference:+.3f} on test"
-    )
-    is_better_on_dev = dev["low"] > 0.0
-    is_better_on_test = verdict.word == BETTER
-    if is_better_on_dev and not is_better_on_test:
-        warnings.append(f"dev and test disagree: {differences}; the test counts")
-    if is_better_on_test and not is_better_on_dev:
-        warnings.append(f"the model is significantly better on test, but not on dev: {differences}")
-    return warnings
+def describe_vectors(scores: ScoreColumns) -> str:
+    """Return a line that compares the vectors alone, without BM25, on all test queries."""
+    test = sign_flip_test(scores["trained"], scores["base"], scores["group"])
+    base, trained = (statistics.fmean(scores[name].values()) for name in ("base", "trained"))
+    queries = f"{len(scores['base']):,} queries"
+    return f"the vectors alone: {describe_difference('NDCG@10', base, trained, queries, test)}"
 
 
 def warn_of_test(verdict: Verdict) -> list[str]:
     """Return warnings about the test alone: few groups of queries, and a better BM25."""
     where = f" on {verdict.kind} documents" if verdict.kind else ""
     warnings = warn_of_few_groups(f"the test queries{where}", verdict.groups)
-    if verdict.bm25 > verdict.trained:
+    if verdict.bm25 > max(verdict.chosen, verdict.free):
         warnings.append(
-            f"BM25 scores {verdict.bm25:.3f}{where}, more than the trained model: search with "
-            "BM25, or combine both"
+            f"BM25 alone scores {verdict.bm25:.3f} on test{where}, more than what dev preferred"
         )
     return warnings
 
 
 # The test -----------------------------------------------------------------------------------------
-
-
-def load_trained(folder: Path, base: DualEncoder) -> DualEncoder:
-    """Load a model that was trained from the base model, on the same device.
-
-    Code that comes with the model is trusted if that of the base model is.
-    """
-    return DualEncoder.from_pretrained(
-        str(folder), device=str(base.device), trust_remote_code=base.trust_remote_code
-    )
 
 
 class SystemResult(NamedTuple):
@@ -241,67 +230,38 @@ class SystemResult(NamedTuple):
     run: Run
 
 
-def search_trained(evaluator: RetrievalEvaluator, base: DualEncoder, trained: DualEncoder) -> Run:
-    """Search with the trained model.
-
-    It encodes the documents, unless its document tower is that of the base model, as after
-    query-side training.
-
-    Args:
-        evaluator: its ``documents`` are the document embeddings by the base model, or None.
-    """
-    documents = evaluator.documents
-    is_encoded_anew = model_fingerprint(trained, "document") != model_fingerprint(base, "document")
-    if is_encoded_anew:
-        evaluator.documents = None  # the search then encodes the documents with its model
-    try:
-        return evaluator.search(trained, show_progress=is_encoded_anew)
-    finally:
-        evaluator.documents = documents
-
-
 def search_test_set(
     evaluator: RetrievalEvaluator,
     base: DualEncoder,
-    trained: DualEncoder,
-    bm25_weights: Mapping[str, float],
+    base_candidate: Candidate,
+    chosen: Candidate,
+    folder: Path,
 ) -> dict[str, SystemResult]:
     """Search the test set with BM25, both models, and both with BM25 beside them.
 
     Args:
-        evaluator: the evaluator of the test set. Its ``documents`` are the document embeddings by
-            the base model.
-        bm25_weights: {"base": weight of BM25 beside the base model, "trained": the same}.
+        evaluator: the evaluator of the test set. Its ``documents`` are the document vectors by the
+            base model.
+        base_candidate: the base model, with the weight of BM25 beside it.
+        chosen: the chosen candidate.
+        folder: the folder with its map or its model.
 
     Returns:
         {system: result} with the systems `SYSTEMS`.
     """
+    bm25 = evaluator.search_bm25()
     runs = {
-        "bm25": evaluator.search_bm25(),
+        "bm25": bm25,
         "base": evaluator.search(base),
-        "trained": search_trained(evaluator, base, trained),
+        "trained": search_with(chosen, base, folder, evaluator),
     }
-    for name, weight in bm25_weights.items():
-        runs[f"{name}_with_bm25"] = fuse_runs(runs[name], runs["bm25"], weight)
+    for name, candidate in (("base", base_candidate), ("trained", chosen)):
+        runs[f"{name}_with_bm25"] = fuse_runs(runs[name], bm25, candidate.bm25_weight)
     results = {}
-    for system, run in runs.items():
-        means = evaluator.score_run(run)
-        results[system] = SystemResult(means, evaluator.query_scores, run)
+    for system in SYSTEMS:
+        means = evaluator.score_run(runs[system])
+        results[system] = SystemResult(means, evaluator.query_scores, runs[system])
     return results
-
-
-def describe_production(scores: ScoreColumns, bm25_weights: Mapping[str, float]) -> str:
-    """Return a line about searches with BM25 beside the vectors, as in production."""
-    means = {system: statistics.fmean(scores[system].values()) for system in SYSTEMS}
-    line = (
-        f"with BM25 beside the vectors: nDCG@10 {means['base_with_bm25']:.3f} -> "
-        f"{means['trained_with_bm25']:.3f} (weights of BM25, chosen on dev: "
-        f"{bm25_weights['base']:g} and {bm25_weights['trained']:g})"
-    )
-    test = sign_flip_test(scores["trained"], scores["base_with_bm25"], scores["group"])
-    if bm25_weights["base"] > 0 and judge(test) != BETTER:
-        line += "; the base model with BM25 is level with the trained model alone, or better"
-    return line
 
 
 def select_shown_metrics(means: Mapping[str, float]) -> dict[str, float]:
@@ -380,6 +340,6 @@ def write_verdicts_to_card(model_folder: Path, verdicts: Iterable[Verdict], base
     for verdict in verdicts:
         record = verdict.record()
         paragraphs += [f"**{verdict}**", record["meaning"], record["advice"]]
-    paragraphs.append(f"Compared with {base_name} as it is, by contaccum fit.")
+    paragraphs.append(f"By contaccum fit, from {base_name}.")
     text = "\n\n".join(paragraph for paragraph in paragraphs if paragraph)
     insert_card_section(model_folder, "verdict of contaccum fit", text)

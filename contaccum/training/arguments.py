@@ -78,6 +78,8 @@ class ContAccumTrainingArguments(_Arguments):
         if self.save_strategy == SaveStrategy.BEST and self.metric_for_best_model is None:
             # transformers does the same for load_best_model_at_end only.
             self.metric_for_best_model = "loss"
+        if self.learning_rates is not None:
+            self.max_steps = len(self.learning_rates)
         if not torch.accelerator.is_available():
             self.use_cpu = True  # otherwise transformers refuses bf16 without a GPU
         super().__post_init__()  # it determines the device and the number of ranks

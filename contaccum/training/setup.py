@@ -210,8 +210,8 @@ def load_guide(settings: Settings, args: ContAccumTrainingArguments) -> DualEnco
 def make_second_stage(settings: Settings, model: str) -> Settings:
     """Return the settings of a second stage: query-side training of a model that was trained.
 
-    It has the pairs per update of the first stage and as many updates, and the learning rate with
-    which a search of query-side training starts.
+    It has the pairs per update of the first stage and as many updates, and the learning rate that
+    is tried first with query-side training.
 
     Args:
         settings: the settings of the first stage, with its documents in ``second_stage``.
@@ -233,6 +233,8 @@ def make_second_stage(settings: Settings, model: str) -> Settings:
         corpus=settings.second_stage,
         missing="add",
         learning_rate=rate,
+        learning_rates=None,  # those of the first stage
+        max_steps=args.max_steps,
         total_train_batch_size=num_pairs,
         per_device_train_batch_size=find_largest_divisor(
             num_pairs // args.world_size, MAX_QUERY_SIDE_MICRO_BATCH

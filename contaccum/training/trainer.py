@@ -22,7 +22,7 @@ import math
 import shutil
 import tempfile
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import nullcontext
 from itertools import islice
 from pathlib import Path
@@ -38,6 +38,7 @@ from sentence_transformers.util import cos_sim, dot_score
 from torch import Tensor, nn
 from torch.utils.data import DataLoader
 from tqdm.contrib.logging import logging_redirect_tqdm
+from transformers import PrinterCallback
 from transformers.integrations.deepspeed import deepspeed_load_checkpoint, unset_hf_deepspeed_config
 from transformers.trainer_utils import HubStrategy, TrainOutput
 
@@ -53,6 +54,7 @@ from contaccum.evaluation.evaluator import RetrievalEvaluator
 from contaccum.files import redact, require_writable, write_json, write_text
 from contaccum.losses.contaccum import CachedContAccumLoss, ContAccumLoss, LossKeywords
 from contaccum.losses.text_ids import count_texts
+from contaccum.merging import merge_models
 from contaccum.settings import Settings, replace, select
 from contaccum.training import (
     checkpoint,
@@ -65,10 +67,12 @@ from contaccum.training import (
 from contaccum.training.arguments import ContAccumTrainingArguments, get_name
 from contaccum.training.checkpoint import RunDescription
 from contaccum.training.losses import Batch, Row
+from contaccum.training.rates import ClockCallback, ListedRates, RatesByClock
 from contaccum.training.setup import (
     RunData,
     load_encoder,
     load_guide,
+    load_model,
     load_run_data,
     make_second_stage,
 )
@@ -128,6 +132,8 @@ class ContAccumTrainer(SentenceTransformerTrainer):
         loss: replaces the loss of ``args.method``; a bank in it is saved in checkpoints too.
         data_record: properties of the data for ``run.json``; a missing ``fingerprint`` is computed.
         guide: a model whose scores exclude false negatives; see `ContAccumLoss`.
+        seconds: the time for the updates. The learning rate then falls to 0 in this time if it ends
+            before the updates; see `RatesByClock`.
         **kwargs: further arguments of SentenceTransformerTrainer. ``evaluator`` may be a
             `RetrievalEvaluator`.
 
@@ -160,8 +166,10 @@ class ContAccumTrainer(SentenceTransformerTrainer):
         *,
         data_record: Mapping[str, Any] | None = None,
         guide: SentenceTransformer | None = None,
+        seconds: float | None = None,
         **kwargs: Any,
     ) -> None:
+        self.seconds = seconds
         args = args or ContAccumTrainingArguments(output_dir="runs/contaccum")
         user_arguments = args.to_dict()
         args = copy.copy(args)  # some settings are changed below, and the caller's must not change
@@ -236,6 +244,8 @@ class ContAccumTrainer(SentenceTransformerTrainer):
         if self.args.eval_strategy != "no":
             log.choose_metric(self.args, self.evaluator, self.eval_dataset is not None)
             self.add_callback(log.EvaluationCallback(self.args.early_stopping_patience))
+        if seconds is not None:
+            self.add_callback(ClockCallback())
         self.signals = log.SignalCallback()
         self.add_callback(self.signals)  # the last one: a signal also cancels an evaluation
 
@@ -303,6 +313,22 @@ class ContAccumTrainer(SentenceTransformerTrainer):
             args.save_total_limit = self._save_total_limit
         self.updates.require_trained(self.state.global_step)
         return output
+
+    def create_scheduler(
+        self, num_training_steps: int, optimizer: torch.optim.Optimizer | None = None
+    ) -> torch.optim.lr_scheduler.LRScheduler:
+        """Create the scheduler of ``learning_rates``, of ``seconds``, or that of transformers."""
+        optimizer = optimizer or self.optimizer
+        assert optimizer is not None  # transformers has created it before the first update
+        scheduler: Any  # transformers declares its own type alone
+        if self.args.learning_rates is not None:
+            scheduler = ListedRates(optimizer, self.args.learning_rates)
+        elif self.seconds is not None:
+            scheduler = RatesByClock(optimizer, num_training_steps, self.seconds)
+        else:
+            scheduler = super().create_scheduler(num_training_steps, optimizer)
+        self.lr_scheduler = scheduler
+        return scheduler
 
     def get_train_dataloader(self) -> DataLoader:
         """Return a loader whose order depends only on seed and epoch, so that runs can resume."""
@@ -657,8 +683,14 @@ def make_trainer(
         raise ConfigError(str(error)) from error
 
 
-def train_and_save(settings: Settings) -> ContAccumTrainingArguments:
+def train_and_save(
+    settings: Settings, seconds: float | None = None, print_line: Callable[[str], None] = print
+) -> ContAccumTrainingArguments:
     """Train a model and save it into ``output_dir``: the work of `contaccum train`.
+
+    Args:
+        seconds: the time for the updates; see `ContAccumTrainer`.
+        print_line: prints a line about the data.
 
     Returns:
         The arguments of the training, of its second stage if it has one.
@@ -674,7 +706,8 @@ def train_and_save(settings: Settings) -> ContAccumTrainingArguments:
         if settings.resume_from_checkpoint is not None and log.is_finished(first_folder):
             logger.info(f"{first_folder}: the first stage is finished; its model is used as it is")
         else:
-            train_and_save(replace(settings, second_stage=None, output_dir=str(first_folder)))
+            first_stage = replace(settings, second_stage=None, output_dir=str(first_folder))
+            train_and_save(first_stage, print_line=print_line)
         settings = make_second_stage(settings, str(first_folder))
         args = ContAccumTrainingArguments.from_settings(settings)
     # These checks are quick, and come before the data and the model are loaded.
@@ -694,13 +727,18 @@ def train_and_save(settings: Settings) -> ContAccumTrainingArguments:
         require_writable(output_dir / log.RUN_RECORD)
     data = load_run_data(settings, args)
     if args.process_index == 0:
-        print(data.training.summary())
+        print_line(data.training.summary())
     encoder = load_encoder(settings, args)
-    trainer = make_trainer(encoder, settings, args, data)
+    trainer = make_trainer(encoder, settings, args, data, seconds=seconds)
+    if args.logging_strategy == "no":
+        trainer.remove_callback(PrinterCallback)  # it would print a summary
     # With the redirection, log lines do not break the progress bar. The logger of transformers has
     # a handler of its own, so redirecting the root logger is not enough.
     with logging_redirect_tqdm([logging.getLogger(), logging.getLogger("transformers")]):
         trainer.train(args.resume_from_checkpoint)
+    if settings.blend < 1:
+        before_training = load_model(settings, str(args.device))
+        trainer.model = merge_models(before_training, encoder, settings.blend)
     trainer.save_model(str(output_dir))
     if settings.merge_adapter and trainer.is_world_process_zero():
         # The weights are rounded to the dtype of the base model; see `adapters.merge_adapter`.

@@ -3,7 +3,6 @@
     python eval/compare/measure_fit.py run medquad=FILE nqg=FILE pubmedqa=FILE \\
         scifact=contaccum/data/scifact --model MODEL --budget 8m
     python eval/compare/measure_fit.py run --chunked medquad_chunks=FILE --model MODEL --budget 16m
-    python eval/compare/measure_fit.py ladder runs/measure_fit/nqg-0 ...
     python eval/compare/measure_fit.py table
 
 A cell is one fit: `contaccum split` with a seed, and `contaccum fit` of the split with the same
@@ -13,10 +12,6 @@ writes the tables of all cells of the record into the page.
 
 A FILE has pairs in any format of docs/data.md. If it has more than 2,000, a sample of its passages
 is used, with all questions of each. A BEIR folder keeps its corpus and its own test set.
-
-`ladder` trains with the data of a finished cell by each method of the search, once at each of
-three learning rates, with the options of the fit, and scores the test set: what a user without
-`fit` would have by one short run. Query-side trainings have one epoch, the others --updates.
 
 With --chunked, the pairs become a BEIR folder by the protocol of vllm-project/semantic-router#1219:
 answers are cut at ends of sentences into chunks of at most 1,000 characters, all chunks of an
@@ -56,15 +51,14 @@ from contaccum.errors import DataError, UserError
 from contaccum.evaluation.evaluator import RetrievalEvaluator
 from contaccum.evaluation.metrics import score_run
 from contaccum.evaluation.results import fill_page, markdown_table
-from contaccum.experiments.fit import RECORD_FILE, propose_settings
-from contaccum.experiments.folds import load_evaluator
-from contaccum.experiments.ladder import round_value
-from contaccum.experiments.run import run
-from contaccum.experiments.tune import RATE_FACTOR, SearchSpace, list_methods, make_base_settings
-from contaccum.experiments.verdict import SYSTEMS, load_trained, search_test_set
+from contaccum.experiments.candidates import BOTH_TOWERS, QUERY_TOWER, Candidate
+from contaccum.experiments.fit import RECORD_FILE
+from contaccum.experiments.proposed import make_base_settings, propose_settings
+from contaccum.experiments.verdict import SYSTEMS, search_test_set
 from contaccum.files import atomic_folder, hash_file, read_json, write_json, write_text
-from contaccum.settings import Settings, replace
-from contaccum.training.proposal import compute_start_rate, read_width
+from contaccum.report.fit_page import RUNGS
+from contaccum.retrieval.documents import StoreDocuments
+from contaccum.retrieval.store import EmbeddingStore
 from contaccum.training.setup import load_model
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -72,8 +66,8 @@ CELL_FILE = "cell.json"
 MAX_PAIRS = 2000
 CHUNK_CHARACTERS = 1000
 CHUNK_TEST_SEED = 42
-PATHS = ("model", "train_data", "eval_data", "output_dir", "passage_store")
-"""Settings of a training that are paths on this machine."""
+LEFT_OUT = ("model", "train_data", "output_dir", "passage_store", "second_stage", "learning_rates")
+"""Settings of a training that are paths on this machine, or as long as the training."""
 PUBLISHED = {
     "https://github.com/texttron/tevatron/blob/main/examples/scifact/README.md": {
         "data": "scifact",
@@ -119,9 +113,6 @@ def parse_arguments() -> tuple[argparse.Namespace, list[str]]:
     run.add_argument("--budget", default="8m", help="budget of each fit; default: %(default)s")
     run.add_argument("--seeds", nargs="+", type=int, default=[0, 1, 2])
     run.add_argument("--jobs", type=int, default=2, help="fits at the same time")
-    ladder = actions.add_parser("ladder")
-    ladder.add_argument("cells", nargs="+", type=Path, metavar="CELL", help="folders of cells")
-    ladder.add_argument("--updates", type=int, default=24, help="default: %(default)s")
     table = actions.add_parser("table")
     table.add_argument("--record", type=Path, default=ROOT / "benchmarks" / "fit.json")
     table.add_argument("--page", type=Path, default=ROOT / "benchmarks" / "README.md")
@@ -257,10 +248,15 @@ def run_cell(job: Job) -> None:
     for system, row in zip(SYSTEMS, fit["scores"], strict=True):
         scores[system] = {name: value for name, value in row.items() if name != "name"}
     if job["chunked"]:
-        for system, metrics in score_chunks(folder, fit).items():
+        for system, metrics in score_chunks(job, fit).items():
             scores[system].update(metrics)
-    settings = {name: value for name, value in fit["settings"].items() if name not in PATHS}
-    settings["second_stage"] = "second_stage" in fit["settings"]
+    candidates = []
+    for candidate in fit["candidates"]:
+        settings = {
+            key: value for key, value in candidate["settings"].items() if key not in LEFT_OUT
+        }
+        candidates.append({**candidate, "settings": settings})
+    kept = ("free", "chosen", "recommended", "lines", "warnings", "seconds", "budget_seconds")
     cell = {
         "data": job["data"],
         "seed": job["seed"],
@@ -268,65 +264,34 @@ def run_cell(job: Job) -> None:
         "model": fit["model"],
         "source": job["source"],
         "split": fit["split"],
-        "trials": len(fit["trials"]),
-        "settings": settings,
+        "candidates": candidates,
         "scores": scores,
         "verdicts": fit["verdicts"],
-        **{name: fit[name] for name in ("production", "warnings", "seconds", "budget_seconds")},
+        **{name: fit[name] for name in kept},
         "threads": int(os.environ["OMP_NUM_THREADS"]),
         **fit["made_with"],
     }
     write_json(folder / CELL_FILE, cell)
 
 
-def score_chunks(folder: Path, fit: dict[str, Any]) -> dict[str, dict[str, float]]:
+def score_chunks(job: Job, fit: dict[str, Any]) -> dict[str, dict[str, float]]:
     """Return {system: {"MRR@5": mean, "Recall@5": mean}} of a finished fit on its test set."""
-    settings = replace(Settings(), **fit["settings"])
+    folder = Path(job["folder"])
+    given = fit["request"]["settings"]
+    settings = propose_settings(folder / "split" / TRAIN_FILE, job["model"], given)
     base = load_model(make_base_settings(settings), get_device_name())
-    evaluator = load_evaluator(
-        folder / "split" / "test", folder / "fit" / "store", settings.per_device_eval_batch_size
-    )
-    trained = load_trained(folder / "fit" / "model", base)
-    weights = fit["production"]["bm25_weights"]
+    test_set = load_beir_folder(folder / "split" / "test", "test")
+    evaluator = RetrievalEvaluator(test_set, batch_size=settings.per_device_eval_batch_size)
+    evaluator.documents = StoreDocuments(EmbeddingStore.open(folder / "fit" / "store"))
+    candidates = [Candidate(**row) for row in fit["candidates"]]
+    chosen = candidates[fit["chosen"]]
+    chosen_folder = folder / "fit" / "candidates" / chosen.folder
     scores = {}
-    for system, result in search_test_set(evaluator, base, trained, weights).items():
-        means, _ = score_run(evaluator.dataset.qrels, result.run, (5,))
+    results = search_test_set(evaluator, base, candidates[1], chosen, chosen_folder)
+    for system, result in results.items():
+        means, _ = score_run(test_set.qrels, result.run, (5,))
         scores[system] = {"MRR@5": means["MRR@5"], "Recall@5": means["Recall@5"]}
     return scores
-
-
-def run_ladder(folder: Path, num_updates: int) -> None:
-    """Train by each method at each rate of its ladder, and add the test scores to a cell."""
-    fit = read_json(folder / "fit" / RECORD_FILE)
-    cell = read_json(folder / CELL_FILE)
-    given = fit["request"]["settings"]
-    model = fit["request"]["model"]
-    settings = propose_settings(folder / "split" / TRAIN_FILE, model, given, num_ranks=1)
-    settings = replace(settings, bf16=fit["settings"].get("bf16", False))
-    width = read_width(model)
-    evaluator = RetrievalEvaluator(load_beir_folder(folder / "split" / "test", "test"))
-    store = str(folder / "fit" / "store")
-    space = SearchSpace(settings, given.keys(), store, method=given.get("method"))
-    cell["ladder"] = []
-    for method in list_methods(space):
-        first_rate = compute_start_rate(method, width, has_adapter=False, is_base_weak=False)
-        length = {"num_train_epochs": 1} if method == "query_side" else {"max_steps": num_updates}
-        for factor in (1.0, RATE_FACTOR, 1 / RATE_FACTOR):
-            rate = round_value(factor * first_rate)
-            run_settings = space.make_settings(method, learning_rate=rate, **length)
-            result = run(run_settings, evaluator, folder / "ladder" / f"{method}-{rate:g}")
-            assert result.score is not None
-            print(f"{folder.name}: {method} at {rate:g}: {result.score:.4f}", flush=True)
-            row = {
-                "method": method,
-                "learning_rate": rate,
-                "is_first": factor == 1.0,
-                "updates": result.updates,
-                "seconds": result.seconds,
-                "NDCG@10": result.score,
-            }
-            cell["ladder"].append(row)
-    write_json(folder / CELL_FILE, cell)
 
 
 # Tables -------------------------------------------------------------------------------------------
@@ -347,6 +312,7 @@ def make_tables(record: dict[str, Any]) -> dict[str, str]:
             means.append(format_mean([row.get(kind, row["NDCG@10"]) for row in scores]))
         queries = [cell["verdicts"][kind]["queries"] for cell in cells]
         words = Counter(cell["verdicts"][kind]["word"] for cell in cells)
+        chosen = Counter(name_chosen(cell) for cell in cells)
         seconds = [cell["seconds"]["total"] for cell in cells]
         rows.append(
             [
@@ -354,11 +320,12 @@ def make_tables(record: dict[str, Any]) -> dict[str, str]:
                 kind,
                 format_range(queries),
                 *means,
-                ", ".join(f"{count} {word}" for word, count in words.items()),
+                format_counts(chosen),
+                format_counts(words),
                 f"{format_range(seconds)} s of {cells[0]['budget_seconds']:.0f}",
             ]
         )
-    header = ["data", "documents", "test queries", *NAMES.values(), "verdicts", "time"]
+    header = ["data", "documents", "test queries", *NAMES.values(), "chosen", "verdicts", "time"]
     compared = []
     for published in record["published"].values():
         start = [published["data"], published["metric"]]
@@ -372,7 +339,7 @@ def make_tables(record: dict[str, Any]) -> dict[str, str]:
             ]
             compared.append([*start, name, format_mean(scores)])
     short_runs = []
-    for cell in record["cells"]:
+    for cell in record["cells"]:  # those of contaccum 0.1.0 have short runs beside the fit
         for method in dict.fromkeys(row["method"] for row in cell.get("ladder", [])):
             runs = [row for row in cell["ladder"] if row["method"] == method]
             first = [row["NDCG@10"] for row in runs if row["is_first"]]
@@ -394,6 +361,22 @@ def make_tables(record: dict[str, Any]) -> dict[str, str]:
         "fit and short runs": markdown_table(ladder_header, short_runs),
         "fit and published results": markdown_table(["data", "metric", "", "test"], compared),
     }
+
+
+def name_chosen(cell: Cell) -> str:
+    """Return the name of the rung of the chosen candidate.
+
+    The cells of contaccum up to version 0.1.0 have no candidates, but the settings of a training.
+    """
+    if "chosen" in cell:
+        return RUNGS[cell["candidates"][cell["chosen"]]["rung"]]
+    is_query_side = cell["settings"]["method"] == "query_side"
+    return RUNGS[QUERY_TOWER if is_query_side else BOTH_TOWERS]
+
+
+def format_counts(counts: Counter[str]) -> str:
+    """Return each word with its count."""
+    return ", ".join(f"{count} {word}" for word, count in counts.items())
 
 
 def format_range(values: Sequence[float]) -> str:
@@ -437,10 +420,6 @@ def main() -> int:
         write_tables(args.work, args.record, args.page)
         return 0
     os.environ["PYTHONPATH"] = os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")])
-    if args.action == "ladder":
-        for folder in args.cells:
-            run_ladder(folder, args.updates)
-        return 0
     command = (sys.executable, __file__, "cell")
     failures = run_jobs(make_jobs(args, fit_options), args.jobs, command=command)
     return 1 if failures else 0

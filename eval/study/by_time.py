@@ -8,7 +8,7 @@ The plan is eval/study/by_time.yaml; docs/time_study.md explains it. An entry of
 training method with its settings. FOLDER/DATA (or the `folder` that the plan names) is a BEIR
 folder with the splits train, dev and test over one corpus. The time of an update of each entry is
 measured first. Each entry is trained with the first seed at several learning rates, and with all
-seeds at the rate that the rule of `contaccum tune` chooses by dev scores. Every finished run is a
+seeds at the rate that `comparison.ladder` chooses by dev scores. Every finished run is a
 file OUTPUT/DATA/ENTRY-RATE-SEED.json, and the same command skips the runs that have one.
 """
 

@@ -1,4 +1,4 @@
-"""Errors, help, `contaccum new`."""
+"""Errors and help."""
 
 import errno
 import re
@@ -7,18 +7,14 @@ import subprocess
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
-from pathlib import Path
 
 import pytest
-import torch
-from small_data import write_lines
 from tiny_models import tiny_encoder
 
 from contaccum.cli import main
 from contaccum.errors import DataError
-from contaccum.settings import Settings, read, replace
+from contaccum.settings import Settings
 from contaccum.training.checkpoint import find_checkpoints
-from contaccum.training.setup import list_training_sets
 
 
 def test_user_error_is_one_line_with_exit_code_2(monkeypatch, capsys):
@@ -99,109 +95,19 @@ def test_train_help_is_fast_and_lists_every_option():
     assert "--weight_decay" not in help_text
 
 
-def test_new_writes_a_config_that_trains(places, tmp_path, monkeypatch, capsys):
-    monkeypatch.chdir(tmp_path)
-    pairs = str(places / "pairs.jsonl")
-    overrides = ["--max_steps", "2", "--save_strategy", "no", "--use_cpu", "true"]
-    assert main(["new", "a", "--data", pairs, "--model", str(places / "backbone")]) == 0
-    assert f"{pairs}: 24 pairs (pairs), 24 queries, 24 passages" in capsys.readouterr().out
-    text = Path("a/config.yaml").read_text()
-    for line in (
-        "tied: true ",
-        "query_max_length: 16\n",
-        "by the tokenizer",
-        "bank_size: 8 ",
-        "total_train_batch_size: 8 ",
-    ):
-        assert line in text
-    assert main(["train", "a/config.yaml", *overrides]) == 0
-    assert Path("a/model/modules.json").is_file()
-    assert main(["new", "a", "--data", pairs]) == 2
-    assert "is there already" in capsys.readouterr().err
-
-
-def test_new_adapts_the_config_to_data_and_model(tmp_path, monkeypatch):
-    """The data have long passages, other column names and hard negatives, the model has prompts."""
-    monkeypatch.chdir(tmp_path)
-    rows = []
-    for n in range(100):
-        passage = "because " * 300 + str(n)
-        rows.append({"frage": f"why {n}", "positive": passage, "negative": f"no {n}"})
-    write_lines(tmp_path / "long.jsonl", rows)
-    argv = ["new", "b", "--data", "long.jsonl", "--data_columns", "query=frage"]
-    argv += ["--model", "./e5-base"]
-    assert main(argv) == 0
-    assert "queries and passages differ" in Path("b/config.yaml").read_text()
-    settings = replace(Settings(), **read(["b/config.yaml"]))
-    assert settings.query_prompt == "query: "
-    assert settings.passage_prompt == "passage: "
-    assert settings.num_hard_negatives == 1
-    assert settings.query_max_length == 8
-    assert settings.passage_max_length == 512
-    assert settings.bank_size == 32
-    assert list_training_sets(settings)["long"]["columns"] == {"query": "frage"}
-
-
-def test_new_counts_the_rows_of_an_epoch(tmp_path, monkeypatch):
-    """A record with several positives makes one row. An update may have an eighth of the rows."""
-    monkeypatch.chdir(tmp_path)
-    records = []
-    for number in range(100):
-        positives = [f"passage {number} {part}" for part in range(20)]
-        records.append({"query": f"question {number}", "positive": positives})
-    write_lines(tmp_path / "pairs.jsonl", records)
-    assert main(["new", "a", "--data", "pairs.jsonl", "--model", "./missing"]) == 0
-    text = Path("a/config.yaml").read_text()
-    assert "2,000 pairs (pairs), 100 queries, 2,000 passages; 100 rows per epoch" in text
-    assert "total_train_batch_size: 8         # pairs per update; 12 updates per epoch" in text
-
-
-def test_new_uses_the_memory_and_the_number_type_of_a_gpu(places, tmp_path, monkeypatch):
-    monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
-    monkeypatch.setattr(torch.cuda, "is_bf16_supported", lambda: True)
-    assert main(["new", "a", "--data", str(places / "pairs.jsonl"), "--model", "./missing"]) == 0
-    settings = replace(Settings(), **read(["a/config.yaml"]))
-    assert settings.has_auto_micro_batch and settings.bf16
-    assert settings.dataloader_num_workers == 2
-    assert settings.total_train_batch_size == 8
-
-
-def test_new_accepts_a_set_with_settings(tmp_path, monkeypatch):
-    """The set is in the config as it was given."""
-    monkeypatch.chdir(tmp_path)
-    records = []
-    for number in range(12):
-        passages = [{"docid": str(number), "text": f"passage {number}"}]
-        records.append(
-            {"query": f"question {number}", "positive_passages": passages, "score": number}
-        )
-    write_lines(tmp_path / "scored.jsonl", records)
-    data = '{"path": "scored.jsonl", "min_score": 1}'
-    argv = ["new", "a", "--data", data, "--data_format", "tevatron", "--model", "./missing"]
-    assert main(argv) == 0
-    sets = list_training_sets(replace(Settings(), **read(["a/config.yaml"])))
-    assert sets["scored"]["min_score"] == 1
-    assert sets["scored"]["data_format"] == "tevatron"
-
-
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
         (["evaluate", "--data", "scifact", "model"], "MODEL"),
-        (["tune", "c.yaml", "--hub_token", "secret"], "credential"),
         (["fit", "pairs.csv", "--hub_token", "secret"], "credential"),
         (["fit", "--learning_rate", "1e-4", "pairs.csv"], "learning_rate"),
         (["split", "pairs.csv", "out", "--seeds", "1"], "'seed'"),
         (["fit", "pairs.csv", "--budegt", "5m"], "did you mean 'budget'"),
-        (["tune", "c.yaml", "--budegt", "5m"], "did you mean 'budget'"),
         (["train", "c.yaml", "--batch_sampelr", "x"], "did you mean 'batch_sampler'"),
-        (["new", "out", "--dta", "pairs.csv"], "did you mean 'data'"),
         (["encode", "m", "--corpsu=c", "--output", "o"], "did you mean 'corpus'"),
         (["search", "m", "--store", "s", "--querys", "q"], "did you mean 'queries'"),
         (["mine", "pairs.csv", "--modle", "m"], "did you mean 'model'"),
         (["evaluate", "m", "--dat", "d"], "did you mean 'data'"),
-        (["merge", "a", "b", "out", "--gaurd", "d"], "did you mean 'guard'"),
         (["export", "m", "out", "--dtpye", "float16"], "did you mean 'dtype'"),
         (["split", "pairs.csv", "out", "--data_columns", "query=qurey"], "no column 'qurey'"),
         (["fit", "pairs.csv", "--device", "gpu"], "device=gpu"),

@@ -59,7 +59,7 @@ def test_finished_fits_are_in_the_tables_and_are_not_run_again(
     pairs = write_pairs(tmp_path / "pairs.jsonl", sentences(80, 1), sentences(80, 2, 9))
     work = tmp_path / "work"
     options = ["--model", tiny_model_path, "--budget", "60s", "--seeds", 3, "--work", work]
-    options += ["--method=contaccum", "--use_cpu=true", "--learning_rate=0.01"]
+    options += ["--method=contaccum", "--use_cpu=true", "--learning_rate=0.01", "--max_steps=3"]
     for is_finished in (False, True):
         with pytest.raises(SystemExit) as end:
             run_program(
@@ -67,10 +67,6 @@ def test_finished_fits_are_in_the_tables_and_are_not_run_again(
             )
         assert end.value.code == 0
         assert ("started" in capsys.readouterr().out) is not is_finished
-
-    with pytest.raises(SystemExit) as end:
-        run_program(PROGRAM, "ladder", work / "small-3", "--updates", 3)
-    assert end.value.code == 0
 
     page = tmp_path / "page.md"
     marks = "<!-- table: {} -->\n<!-- end of table -->\n"
@@ -85,13 +81,21 @@ def test_finished_fits_are_in_the_tables_and_are_not_run_again(
         assert all("--seed 3" in command for command in cell["commands"])
         assert cell["split"]["settings"]["seed"] == 3
         assert cell["threads"] >= 1
+        assert [row["rung"] for row in cell["candidates"]][-1] == 3
+        assert cell["candidates"][-1]["updates"] == 3
+        assert cell["seconds"]["total"] < cell["budget_seconds"] == 60
+        chosen = measure_fit.RUNGS[cell["candidates"][cell["chosen"]]["rung"]]
+        assert f"| 1 {chosen} " in page.read_text()
     text = json.dumps(record["cells"])
     assert str(tmp_path) not in text.replace(str(work), "WORK").replace(str(pairs), "PAIRS")
     assert fill_page(page.read_text(), measure_fit.make_tables(record)) == page.read_text()
-    ladder = record["cells"][1]["ladder"]
-    assert [row["learning_rate"] for row in ladder] == [0.0012, 0.0036, 0.0004]
-    assert {row["updates"] for row in ladder} == {3}
-    assert f"| {100 * ladder[0]['NDCG@10']:.1f}" in page.read_text()
-    mrr = record["cells"][0]["scores"]["trained"]["MRR@5"]
+    scores = record["cells"][0]["scores"]
     assert "| MRR@5   | `fit`" in page.read_text()
-    assert f"| {100 * mrr:.1f}" in page.read_text()
+    for system in ("base", "trained_with_bm25"):
+        assert f"| {100 * scores[system]['MRR@5']:.1f}" in page.read_text()
+
+
+def test_cells_without_candidates_have_the_rung_of_their_method(measure_fit):
+    methods = {"query_side": "query tower", "contaccum": "both towers", "grad_cache": "both towers"}
+    for method, rung in methods.items():
+        assert measure_fit.name_chosen({"settings": {"method": method}}) == rung

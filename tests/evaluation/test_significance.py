@@ -10,7 +10,7 @@ import pytest
 
 from contaccum.errors import DataError
 from contaccum.evaluation.metrics import add_holm, sign_flip_test
-from contaccum.experiments.verdict import BETTER, LEVEL, WORSE, compute_verdict
+from contaccum.experiments.verdict import BETTER, LEVEL, WORSE, Verdict, compute_verdict
 
 BENCHMARKS = Path(__file__).parents[2] / "benchmarks" / "by_time"
 REAL_RUNS = (
@@ -39,10 +39,16 @@ def make_clustered_differences(generator, num_groups: int, queries_per_group: in
     return np.clip(differences, -0.5, 0.5), groups
 
 
-def get_verdict(differences, groups) -> str:
+def make_verdict(differences, groups) -> Verdict:
+    """Return the verdict on a search whose rival has a score of 0.5 for each query."""
     ours = name_queries(0.5 + differences)
     base = dict.fromkeys(ours, 0.5)
-    return compute_verdict(ours, base, base, name_queries(groups)).word
+    scores = {"base": base, "ours": ours, "bm25": base, "group": name_queries(groups)}
+    return compute_verdict(scores, ("base", "ours"), ("base", "ours"), list(ours))
+
+
+def get_verdict(differences, groups) -> str:
+    return make_verdict(differences, groups).word
 
 
 def test_the_p_value_is_the_share_of_all_sign_vectors_that_are_as_far_from_0():
@@ -90,9 +96,7 @@ def test_fewer_than_six_groups_that_changed_are_never_better_and_have_no_interva
     """Ties alone would make the interval 0 to 0, as if no loss were possible."""
     groups = np.repeat(np.arange(num_groups), 10)
     differences = np.where(groups < num_changed, 0.3 + 0.02 * groups, 0.0)
-    ours = name_queries(0.5 + differences)
-    base = dict.fromkeys(ours, 0.5)
-    verdict = compute_verdict(ours, base, base, name_queries(groups))
+    verdict = make_verdict(differences, groups)
     if num_changed == 6:
         assert verdict.word == BETTER
         assert 0 < verdict.low < verdict.difference < verdict.high < 1

@@ -2,16 +2,13 @@
 
 from __future__ import annotations
 
-import dataclasses
 import json
 import os
 import random
 import re
 import shutil
-import signal
 import subprocess
 import sys
-import time
 from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
@@ -23,68 +20,40 @@ import yaml
 from sample_texts import WORDS
 from small_data import write_lines
 from tiny_models import tiny_encoder
+from translations import make_questions, make_translations
 
 import contaccum
 from contaccum.cli import main
 from contaccum.data.beir import load_beir_folder
-from contaccum.data.split import read_split, write_part
+from contaccum.data.split import read_split
 from contaccum.errors import ConfigError, UserError
-from contaccum.evaluation.evaluator import RetrievalEvaluator
 from contaccum.experiments import budget as budget_module
+from contaccum.experiments import candidates as candidates_module
 from contaccum.experiments import fit as fit_module
-from contaccum.experiments import folds
-from contaccum.experiments import tune as tune_module
+from contaccum.experiments import folds, proposed
 from contaccum.experiments.budget import Budget
-from contaccum.experiments.fit import FitResult, pool_documents
+from contaccum.experiments.candidates import Candidate
+from contaccum.experiments.fit import FitResult
 from contaccum.experiments.folds import Pairs
-from contaccum.experiments.run import Result, run_and_keep
-from contaccum.experiments.tune import Choice, Tuned
+from contaccum.experiments.run import Job, Trained
 from contaccum.experiments.verdict import ScoreColumns, compute_verdicts
-from contaccum.files import atomic_folder, lock_folder, write_json
+from contaccum.files import lock_folder, write_json
 from contaccum.retrieval.encode import model_fingerprint
 from contaccum.retrieval.store import EmbeddingStore
 from contaccum.settings import Settings, replace
-from contaccum.training import log, update
-from contaccum.training.setup import make_evaluator
+from contaccum.training import update
 from contaccum.training.trainer import train_and_save
 
-HALF = len(WORDS) // 2
 SETTINGS: dict[str, object] = {
     "method": "contaccum",
     "temperature": 0.05,
     "total_train_batch_size": 32,
-    "num_train_epochs": 4,
+    "num_train_epochs": 6,
     "bank_size": 64,
     "use_cpu": True,
     "bf16": False,
     "disable_tqdm": True,
 }
-
-
-def make_translations(count: int, seed: int) -> list[dict[str, str]]:
-    """Return pairs whose passage has another word for each word of the query.
-
-    Query and passage have no word in common, so BM25 finds nothing.
-    """
-    generator = random.Random(seed)
-    pairs = []
-    for _ in range(count):
-        words = [generator.randrange(HALF) for _ in range(5)]
-        query = " ".join(WORDS[word] for word in words)
-        passage = " ".join(WORDS[HALF + word] for word in words)
-        pairs.append({"query": query, "positive": passage})
-    return pairs
-
-
-def make_questions(count: int, seed: int) -> list[dict[str, str]]:
-    """Return pairs with four queries for each passage: its translation, with words in any order."""
-    generator = random.Random(seed)
-    pairs = []
-    for pair in make_translations(count // 4, seed):
-        words = pair["query"].split()
-        for _ in range(4):
-            pairs.append({**pair, "query": " ".join(generator.sample(words, len(words)))})
-    return pairs
 
 
 @pytest.fixture(scope="module")
@@ -129,16 +98,26 @@ def test_model_that_learns_is_better(root, trained):
     assert ": the first record is query=" in lines[0]
     assert lines[1].endswith("questions.jsonl (1 repeated): 200 used, 0 left out")
     assert re.match(r"held out: 18 dev and 102 test queries \(10 and 50 on known", lines[2])
-    baselines_pattern = r"BM25 0\.000   \S*fresh 0\.\d{3}   both 0\.\d{3}   \(nDCG@10 on dev\)"
-    assert any(re.match(baselines_pattern, line) for line in lines)
+    assert "the query tower is not trained alone: method=contaccum is given" in lines
+    assert "chosen on dev: 7. both towers, contaccum, 18 updates" in "\n".join(lines)
     assert lines[-4].startswith("BETTER on new documents: nDCG@10 0.")
-    assert lines[-3].startswith("BETTER on known documents: nDCG@10 0.")
+    assert "from fresh with BM25 to both towers, contaccum, 18 updates" in lines[-4]
     assert [str(verdict) for verdict in trained.verdicts.values()] == lines[-4:-2]
-    assert lines[-2].startswith("with BM25 beside the vectors: nDCG@10 0.")
-    assert lines[-1] == (
-        f"model: {root}/better/model   report: {root}/better/report.html   "
-        f"again: contaccum train {root}/better/config.yaml"
-    )
+    assert lines[-2].startswith("the vectors alone: nDCG@10 0.")
+    assert lines[-1] == f"model: {root}/better/model   report: {root}/better/report.html"
+
+
+def test_candidates_have_one_numbering_in_terminal_and_record(root, trained):
+    record = json.loads((root / "better" / "fit.json").read_text())
+    printed = (root / "printed.txt").read_text()
+    assert [row["number"] for row in record["candidates"]] == list(range(8))
+    assert [row["rung"] for row in record["candidates"]] == [0, 0, 1, 1, 1, 1, 1, 3]
+    chosen = record["candidates"][record["chosen"]]
+    assert record["chosen"] == record["recommended"] == 7
+    assert f"\n7. {chosen['name']}" in printed
+    assert f": {chosen['scores']['mean']:.3f} on dev (best 7. " in printed
+    assert record["bm25_weight"] == chosen["bm25_weight"]
+    assert record["seconds"]["total"] < record["budget_seconds"] == 600
 
 
 def test_all_results_are_in_one_folder(root, trained):
@@ -148,6 +127,7 @@ def test_all_results_are_in_one_folder(root, trained):
     assert opening.strip().splitlines()[1].startswith("**BETTER on new documents: nDCG@10")
     assert "**BETTER on known documents: nDCG@10" in opening
     assert not list((root / "better" / "model").glob("checkpoint-*"))
+    assert not (root / "better" / "model" / "store").exists()
     page = trained.report.read_text()
     assert "<strong>BETTER on known documents</strong>" in page
     assert page.count("NDCG@10 on new documents") == 1
@@ -155,24 +135,44 @@ def test_all_results_are_in_one_folder(root, trained):
     assert trained.model.encode_query([query]).shape == (1, trained.model.get_embedding_dimension())
 
 
+@pytest.fixture(scope="module")
+def searched(root: Path, trained: FitResult) -> dict[str, Path]:
+    """{"free", "chosen": the run on test}, with the commands and the weights of the report."""
+    test_folder = root / "better" / "data" / "test"
+    record = json.loads((root / "better" / "fit.json").read_text())
+    runs = {}
+    for system, model in (("free", root / "fresh"), ("chosen", root / "better" / "model")):
+        weight = record["candidates"][record[system]]["bm25_weight"]
+        store = root / f"{system}_store"
+        runs[system] = root / f"{system}.trec"
+        options = ["--corpus", str(test_folder / "corpus.jsonl"), "--output", str(store), "--bm25"]
+        assert main(["encode", str(model), *options, "--no_progress"]) == 0
+        options = ["--store", str(store), "--queries", str(test_folder / "queries.jsonl")]
+        options += ["--bm25_weight", str(weight), "--output", str(runs[system]), "--no_progress"]
+        assert main(["search", str(model), *options]) == 0
+    return runs
+
+
 @pytest.mark.parametrize("kind", ["new", "known"])
-def test_verdict_equals_an_evaluation_of_both_models_on_the_test_folder(root, trained, kind):
-    """`contaccum evaluate` gives the same scores on the test folder that the fit has written."""
-    models = {"base": root / "fresh", "trained": root / "better" / "model"}
+def test_verdict_equals_an_evaluation_of_both_searches_on_the_test_folder(
+    root, trained, searched, kind
+):
+    """`contaccum search` gives the same scores with the model and the weight of the report."""
     test_folder = root / "better" / "data" / "test"
     scores = {}
-    for name, model in models.items():
-        output = root / f"{name}.json"
-        arguments = ["--data", str(test_folder), "--split", kind, "--output", str(output)]
-        assert main(["evaluate", str(model), *arguments]) == 0
-        scores[name] = json.loads(output.read_text())["metrics"]["NDCG@10"]
+    for system, run in searched.items():
+        output = root / f"{system}_on_{kind}.json"
+        options = ["--data", str(test_folder), "--split", kind, "--output", str(output)]
+        assert main(["evaluate", "--run", str(run), *options]) == 0
+        scores[system] = json.loads(output.read_text())["metrics"]["NDCG@10"]
     verdict = trained.verdicts[kind]
-    assert scores["base"] == pytest.approx(verdict.base, abs=1e-9)
-    assert scores["trained"] == pytest.approx(verdict.trained, abs=1e-9)
-    assert verdict.difference == pytest.approx(scores["trained"] - scores["base"])
+    assert scores["free"] == pytest.approx(verdict.free, abs=1e-6)
+    assert scores["chosen"] == pytest.approx(verdict.chosen, abs=1e-6)
+    assert verdict.difference == pytest.approx(verdict.chosen - verdict.free)
     record = json.loads((root / "better" / "fit.json").read_text())
-    assert record["verdicts"][kind]["trained"] == verdict.trained
-    assert [row[kind] for row in record["scores"]][1] == pytest.approx(verdict.base)
+    assert record["candidates"][record["free"]]["bm25_weight"] > 0.0
+    assert record["verdicts"][kind]["chosen"] == verdict.chosen
+    assert [row[kind] for row in record["scores"]][2] == pytest.approx(verdict.free)
 
 
 def test_config_trains_the_same_model_again(root, trained):
@@ -197,18 +197,21 @@ def test_no_text_is_in_two_of_train_dev_and_test(root, trained):
     assert not texts["dev"] & texts["test"]
 
 
-@pytest.mark.parametrize(("rate", "word"), [(1e-12, "LEVEL"), (5.0, "WORSE")])
-def test_tiny_rate_is_level_and_huge_rate_is_worse(root, trained, tmp_path, capsys, rate, word):
+@pytest.mark.parametrize("rate", [1e-12, 5.0])
+def test_rates_that_teach_nothing_leave_the_base_model(root, trained, tmp_path, capsys, rate):
     """`--require better` then gives exit code 1."""
     arguments = ["fit", str(root / "more.jsonl"), "--model", str(root / "better" / "model")]
     arguments += ["--output", str(tmp_path / "out"), "--budget", "10m", "--test", "100"]
-    arguments += ["--require", "better", "--learning_rate", str(rate)]
+    arguments += ["--require", "better", "--learning_rate", str(rate), "--towers", "one"]
     arguments += [f"--{key}={value}" for key, value in SETTINGS.items()]
     assert main(arguments) == 1
     verdict = capsys.readouterr().out.strip().splitlines()[-3]
-    assert verdict.startswith(f"{word}: nDCG@10")
-    assert verdict.endswith("keep the base model")
-    assert "keep the base model" in (tmp_path / "out" / "model" / "README.md").read_text()
+    assert verdict.startswith("LEVEL: nothing that was trained is better on dev than better/model")
+    assert "keep better/model" in (tmp_path / "out" / "model" / "README.md").read_text()
+    kept = contaccum.DualEncoder.from_pretrained(str(tmp_path / "out" / "model"), device="cpu")
+    assert model_fingerprint(kept) == model_fingerprint(trained.model)
+    config = (tmp_path / "out" / "config.yaml").read_text()
+    assert yaml.safe_load(config) is None
 
 
 @pytest.mark.parametrize(
@@ -219,27 +222,41 @@ def test_each_kind_of_documents_has_a_verdict_if_it_has_ten_queries(
     tmp_path, monkeypatch, num_known, kinds, gain_of_new
 ):
     """All verdicts must be BETTER for `--require better`."""
-    scores: ScoreColumns = {name: {} for name in ("base", "trained", "bm25", "group", "known")}
+    columns = ("base_with_bm25", "trained_with_bm25", "bm25", "group", "known")
+    scores: ScoreColumns = {name: {} for name in columns}
     for number in range(40):
         is_known = number < num_known
         gain = 0.1 if is_known else gain_of_new
         values = (0.5, 0.5 + gain, 0.4, number, is_known)
         for column, value in zip(scores.values(), values, strict=True):
             column[f"q{number}"] = value
-    verdicts = compute_verdicts(scores)
+    free, chosen = Candidate("base", 0, "base", 0.2), Candidate("both towers", 3, "trained")
+    verdicts = compute_verdicts(scores, free, chosen)
     assert list(verdicts) == kinds
     assert [verdict.kind for verdict in verdicts.values()] == (kinds if len(kinds) > 1 else [""])
     assert sum(verdict.queries for verdict in verdicts.values()) == 40
     if "known" in kinds:
         assert verdicts["known"].difference == pytest.approx(0.1)
+    for verdict in verdicts.values():
+        assert "; from base with BM25 to both towers" in str(verdict)
     monkeypatch.setattr(fit_module, "fit", lambda *_, **__: FitResult(verdicts, tmp_path, []))
     is_better = gain_of_new > 0 or kinds in (["known"], ["all"])
     assert main(["fit", "pairs.csv", "--require", "better"]) == (0 if is_better else 1)
 
 
-def test_verdict_on_few_test_queries_is_over_several_splits(root, tmp_path):
+@pytest.mark.parametrize(("left_for_splits", "num_folds"), [(1000.0, 3), (1.0, 1)])
+def test_verdict_on_few_test_queries_is_over_the_splits_for_which_there_is_time(
+    root, tmp_path, monkeypatch, left_for_splits, num_folds
+):
     lines: list[str] = []
     settings = {**SETTINGS, "learning_rate": 0.01, "num_train_epochs": 1}
+
+    def climb_and_set_clock(ladder: Any) -> None:
+        climb(ladder)
+        monkeypatch.setattr(Budget, "left", lambda budget: left_for_splits)
+
+    climb = fit_module.climb
+    monkeypatch.setattr(fit_module, "climb", climb_and_set_clock)
     result = contaccum.fit(
         write_lines(tmp_path / "few.jsonl", make_questions(120, 3)),
         model=str(root / "fresh"),
@@ -250,46 +267,27 @@ def test_verdict_on_few_test_queries_is_over_several_splits(root, tmp_path):
         print_line=lines.append,
         **settings,
     )
-    assert [verdict.folds for verdict in result.verdicts.values()] == [3, 3]
-    assert result.verdicts["known"].groups <= 30  # of 30 passages, most in several splits
+    assert [verdict.folds for verdict in result.verdicts.values()] == [num_folds, num_folds]
     message = (
-        "40 test queries are few: the verdict is over 3 splits, and a model is trained on each"
+        "40 test queries are few: the verdict is over up to 3 splits, and a model is trained on "
+        "each"
     )
     assert message in lines
-    # The dev queries, on which the settings were chosen, are left out of the other test sets.
-    dev = load_beir_folder(tmp_path / "out" / "data" / "dev", "test").queries.values()
+    short = "the verdict is over 1 of 3 splits, because the budget is not enough for more"
+    assert (short in lines) == (num_folds == 1)
     num_queries = sum(verdict.queries for verdict in result.verdicts.values())
+    if num_folds == 1:
+        assert num_queries == 40
+        return
+    assert result.verdicts["known"].groups <= 30  # of 30 passages, most in several splits
+    # The dev queries, on which the candidate was chosen, are left out of the other test sets.
+    dev = load_beir_folder(tmp_path / "out" / "data" / "dev", "test").queries.values()
     assert 110 - len(dev) <= num_queries <= 120
     assert min(verdict.queries for verdict in result.verdicts.values()) >= 50 - len(dev)
-    files = sorted(path.name for path in (tmp_path / "out" / "folds").iterdir())
-    assert files == ["1", "2"]
-
-
-@pytest.mark.parametrize(("corpus_share", "num_trainings"), [(0.001, 5), (0.35, 1)])
-def test_a_large_corpus_leaves_time_for_the_search_on_one_split(
-    root, tmp_path, monkeypatch, corpus_share, num_trainings
-):
-    """Time is reserved for as many of five splits as leave half of the budget for training."""
-    write_lines(tmp_path / "few.jsonl", make_translations(60, 4))
-    budget = 10_000.0
-    seconds_per_document = corpus_share * budget / 60 / 1.3
-    monkeypatch.setattr(fit_module, "measure_seconds_per_document", lambda *_: seconds_per_document)
-    reserved = []
-
-    def search(*arguments: Any) -> None:
-        reserved.append(arguments[7])
-        raise Killed
-
-    monkeypatch.setattr(fit_module, "search_settings", search)
-    with pytest.raises(Killed):
-        contaccum.fit(
-            tmp_path / "few.jsonl",
-            model=root / "fresh",
-            budget=budget,
-            output=tmp_path / "out",
-            use_cpu=True,
-        )
-    assert reserved == [num_trainings]
+    splits = tmp_path / "out" / "folds"
+    assert sorted(path.name for path in splits.iterdir()) == ["1", "2"]
+    for folder in splits.iterdir():  # the user needs none of their models
+        assert sorted(path.name for path in folder.iterdir()) == ["identity.json", "result.json"]
 
 
 def test_seconds_of_a_stage_are_those_of_all_starts(tmp_path, monkeypatch):
@@ -306,33 +304,13 @@ def test_seconds_of_a_stage_are_those_of_all_starts(tmp_path, monkeypatch):
 def test_a_store_that_was_removed_is_encoded_again(root, tmp_path, monkeypatch):
     """The user may remove the store of an unfinished fit to free space."""
     arguments = {"model": root / "fresh", "output": tmp_path / "out", "use_cpu": True}
-    kill_in_stage(monkeypatch, "search_settings", after=False)
+    kill_in_stage(monkeypatch, "climb", after=False)
     for _ in range(2):
         with pytest.raises(Killed):
             contaccum.fit(root / "pairs.jsonl", **arguments)
         documents = read_split(tmp_path / "out" / "data").documents["train"]
         assert len(EmbeddingStore.open(tmp_path / "out" / "store")) == documents
         shutil.rmtree(tmp_path / "out" / "store")
-
-
-@pytest.mark.parametrize(("method", "is_too_short"), [("query_side", False), ("contaccum", True)])
-def test_no_time_for_a_second_encoding_is_needed_with_query_side_training(
-    root, tmp_path, monkeypatch, method, is_too_short
-):
-    """Query-side training changes no document, so the documents are encoded only once."""
-    monkeypatch.setattr(fit_module, "measure_seconds_per_document", lambda *_: 1.0)
-    kill_in_stage(monkeypatch, "encode_corpus", after=False)
-    error = ConfigError if is_too_short else Killed
-    with pytest.raises(error):
-        contaccum.fit(
-            root / "pairs.jsonl",
-            model=root / "fresh",
-            output=tmp_path / "out",
-            budget=1.2 * 220 / 0.75,
-            test=100,
-            use_cpu=True,
-            method=method,
-        )
 
 
 def test_a_second_process_in_the_folder_is_refused(root, tmp_path):
@@ -344,21 +322,19 @@ def test_a_second_process_in_the_folder_is_refused(root, tmp_path):
     assert not (tmp_path / "out").exists()
 
 
-@pytest.mark.long
 def test_a_fit_continues_from_another_working_directory(root, tmp_path, monkeypatch):
     """Data and output are named by relative paths first, and by absolute paths later."""
     monkeypatch.chdir(root)
     options = {"model": "fresh", "test": 100, "learning_rate": 0.01, **SETTINGS}
     relative_output = os.path.relpath(tmp_path / "out", root)
     with monkeypatch.context() as patch:
-        kill_in_stage(patch, "search_settings", after=True)
+        kill_in_stage(patch, "climb", after=True)
         with pytest.raises(Killed):
             contaccum.fit("pairs.jsonl", output=relative_output, **options)
     monkeypatch.chdir(tmp_path)
-    kill_in_stage(monkeypatch, "run_and_keep", after=False)
+    monkeypatch.setattr(candidates_module, "train", lambda *_: pytest.fail("trained again"))
     options["model"] = str(root / "fresh")
-    with pytest.raises(Killed):
-        contaccum.fit(root / "pairs.jsonl", output=tmp_path / "out", **options)
+    contaccum.fit(root / "pairs.jsonl", output=tmp_path / "out", **options)
     config = yaml.safe_load((tmp_path / "out" / "config.yaml").read_text())
     assert Path(config["train_data"][0]).is_absolute()
 
@@ -366,7 +342,7 @@ def test_a_fit_continues_from_another_working_directory(root, tmp_path, monkeypa
 def test_the_home_folder_is_expanded_in_all_paths(root, tmp_path, monkeypatch):
     monkeypatch.setenv("HOME", str(root))
     monkeypatch.chdir(tmp_path)
-    kill_in_stage(monkeypatch, "encode_corpus", after=False)
+    kill_in_stage(monkeypatch, "climb", after=False)
     with pytest.raises(Killed):
         contaccum.fit("~/pairs.jsonl", model="~/fresh", output="~/home_out", use_cpu=True)
     assert (root / "home_out" / "identity.json").is_file()
@@ -386,117 +362,103 @@ def test_a_fit_in_the_folder_of_its_data_can_continue(tmp_path):
     assert source.describe(output) != before
 
 
-def test_other_splits_get_mined_negatives_if_the_first_split_has_them(root, tmp_path, monkeypatch):
-    pairs = make_translations(60, 4)
-    for pair in pairs:
-        pair["positive"] += f" {pair['query']}"  # common words for BM25
-    write_lines(tmp_path / "few.jsonl", pairs)
-    train_files = []
+def make_job(folder: Path) -> Job:
+    args = proposed.check_given("model", {"use_cpu": True})
+    return Job(folder, {}, {}, args, Budget(600.0, folder / "used_time.json"), print)
 
-    def train(settings: Settings, folder: Path) -> Result:
-        train_files.append(Path(settings.train_data[0]).read_text())
-        base.save_pretrained(str(folder))
-        return Result()
 
+@pytest.mark.parametrize("rung", [1, 2, 3])
+def test_trainings_on_other_splits_have_the_settings_of_the_chosen_one(
+    root, tmp_path, monkeypatch, rung
+):
+    """But the results in a folder do not allow remote code: it may come from somebody else."""
+    seen: list[tuple[Settings, Path]] = []
+
+    def train(settings: Settings, folder: Path) -> Trained:
+        seen.append((settings, folder))
+        base.save_pretrained(str(folder / "training"))
+        return Trained(3, 1.0, [])
+
+    monkeypatch.setattr(folds, "train", train)
     base = contaccum.DualEncoder.from_pretrained(str(root / "fresh"), device="cpu")
-    monkeypatch.setattr(folds, "run_and_keep", train)
-    scores = score_second_fold(root, tmp_path, None, train_data=["tuning/mined.jsonl"])
-    records = [json.loads(line) for line in train_files[0].splitlines()]
-    assert sum(len(record["negatives"]) for record in records) > 0
-    assert scores["base"] == scores["trained"]
-
-
-def score_second_fold(
-    root: Path, tmp_path: Path, weight: float | None, **changes: Any
-) -> ScoreColumns:
-    """Hold out the first split of a fit, with a reduced dev set, and score the second split."""
-    pairs = Pairs(tmp_path / "few.jsonl")
-    data = tmp_path / "out" / "data"
-    pairs.hold_out(data)
-    dev = load_beir_folder(data / "dev", "test")
-    judged = {document for grades in dev.qrels.values() for document in grades}
-    with atomic_folder(tmp_path / "out" / "dev_pool") as dev_pool:
-        write_part(dev, judged, dev_pool)
-    values = {
+    pairs = Pairs(write_lines(tmp_path / "few.jsonl", make_translations(60, 4)))
+    job = make_job(tmp_path / "out")
+    pairs.hold_out(job.data)
+    settings = {
         "model": str(root / "fresh"),
-        "train_data": [str(data / "train.jsonl")],
-        "eval_data": str(tmp_path / "out" / "dev_pool"),
-        "eval_split": "test",
-        "eval_strategy": "epoch",
-        "use_cpu": True,
+        "train_data": [str(job.data / "train.jsonl")],
+        "learning_rates": [0.3, 0.2, 0.1],
+        "trust_remote_code": True,
     }
-    final = replace(Settings(), **{**values, **changes})
-    base = contaccum.DualEncoder.from_pretrained(str(root / "fresh"), device="cpu")
-    folder = tmp_path / "out" / "folds" / "1"
-    bm25_weights = {"base": 0.3, "trained": 0.3}
-    return folds.score_fold(1, folder, pairs, final, weight, base, dev, bm25_weights, 8)
+    if rung == 2:
+        settings |= {"method": "query_side", "passage_store": str(job.store)}
+    else:
+        settings |= {"method": "contaccum", "second_stage": str(job.data / "corpus.jsonl")}
+    chosen = Candidate("chosen", rung, "trained", 0.3, settings=settings, blend=0.5)
+    if rung == 1:
+        chosen = Candidate("chosen", rung, "map", 0.3, ridge=1.0)
+    first_dev = load_beir_folder(job.data / "dev", "test")
+    base_candidate = Candidate("base", 0, "base", 0.3)
 
+    def score() -> ScoreColumns:
+        return folds.score_fold(1, job, pairs, base, base_candidate, chosen, first_dev)
 
-def test_other_splits_are_evaluated_among_as_many_documents_as_the_first(
-    root, tmp_path, monkeypatch
-):
-    """All relevant documents are among them."""
-    write_lines(tmp_path / "few.jsonl", make_translations(60, 4))
-    base = contaccum.DualEncoder.from_pretrained(str(root / "fresh"), device="cpu")
-    evaluated_on = []
-
-    def train(settings: Settings, folder: Path) -> Result:
-        evaluated_on.append(make_evaluator(settings).dataset)
-        base.save_pretrained(str(folder))
-        return Result()
-
-    monkeypatch.setattr(folds, "run_and_keep", train)
-    score_second_fold(root, tmp_path, weight=None)
-    [dataset] = evaluated_on
-    assert len(dataset.queries) == len(dataset.corpus) == 6
-    for grades in dataset.qrels.values():
-        assert grades.keys() <= dataset.corpus.keys()
-
-
-def test_no_model_is_trained_on_other_splits_if_the_guard_keeps_the_base_model(
-    root, tmp_path, monkeypatch
-):
-    monkeypatch.setattr(folds, "run_and_keep", lambda *_: pytest.fail("a model is trained"))
-    write_lines(tmp_path / "few.jsonl", make_translations(60, 4))
-    scores = score_second_fold(root, tmp_path, weight=0.0)
+    scores = score()
     assert len(scores["base"]) > 0
-    assert scores["trained"] == scores["base"]
+    if rung == 1:  # a map needs no training
+        assert seen == []
+        assert scores["base"] != scores["trained"]
+        return
+    assert scores["base"] == scores["trained"]
+    [(used, folder)] = seen
+    assert folder == tmp_path / "out" / "folds" / "1"
+    assert used.train_data == [str(folder / "data" / "train.jsonl")]
+    assert used.learning_rates == [0.3, 0.2, 0.1]
+    assert used.trust_remote_code is False
+    assert used.blend == 1.0
+    if rung == 2:
+        assert used.passage_store == str(folder / "base_store")
+    else:
+        assert used.second_stage == str(folder / "data" / "corpus.jsonl")
     # The files of a start that was killed after it had scored the split are removed too.
-    split_folder = tmp_path / "out" / "folds" / "1"
-    assert sorted(path.name for path in split_folder.iterdir()) == ["identity.json", "result.json"]
-    (split_folder / "data").mkdir()
-    assert score_second_fold(root, tmp_path, weight=0.0) == scores
-    assert not (split_folder / "data").exists()
+    (folder / "data").mkdir()
+    assert score() == scores
+    assert sorted(path.name for path in folder.iterdir()) == ["identity.json", "result.json"]
+    assert len(seen) == 1
 
 
 class Killed(BaseException):
     """An exception in place of SIGKILL: nothing catches it."""
 
 
-def kill_in_stage(monkeypatch: pytest.MonkeyPatch, name: str, after: bool) -> None:
-    """Raise `Killed` in place of a function of the pipeline, or after the function."""
-    function: Callable[..., object] = getattr(fit_module, name)
+def kill_in_stage(
+    monkeypatch: pytest.MonkeyPatch, name: str, after: bool, module: Any = fit_module
+) -> None:
+    """Raise `Killed` in place of a function of a module, or after the function."""
+    function: Callable[..., object] = getattr(module, name)
 
     def kill(*args: Any, **kwargs: Any) -> Any:
         if after:
             function(*args, **kwargs)
         raise Killed
 
-    monkeypatch.setattr(fit_module, name, kill)
+    monkeypatch.setattr(module, name, kill)
 
 
 @pytest.mark.parametrize(
-    ("stage", "after"),
+    ("module", "stage", "after"),
     [
-        pytest.param("encode_corpus", False, marks=pytest.mark.long),
-        pytest.param("load_evaluator", False, marks=pytest.mark.long),
-        ("search_settings", True),
-        pytest.param("run_and_keep", True, marks=pytest.mark.long),
-        pytest.param("build_fit_page", False, marks=pytest.mark.long),
+        (fit_module, "encode_documents", False),
+        (fit_module, "encode_texts", True),
+        (candidates_module, "write_linear_maps", True),
+        (candidates_module, "train", True),
+        (fit_module, "climb", True),
+        (fit_module, "write_model", True),
+        (fit_module, "build_fit_page", False),
     ],
 )
 def test_fit_that_was_killed_continues_to_the_same_verdict(
-    root, trained, tmp_path, monkeypatch, stage, after
+    root, trained, tmp_path, monkeypatch, module, stage, after
 ):
     def fit() -> FitResult:
         return contaccum.fit(
@@ -510,16 +472,24 @@ def test_fit_that_was_killed_continues_to_the_same_verdict(
         )
 
     with monkeypatch.context() as patch:
-        kill_in_stage(patch, stage, after)
+        kill_in_stage(patch, stage, after, module)
         with pytest.raises(Killed):
             fit()
     assert fit().verdicts == trained.verdicts
-    trials = json.loads((tmp_path / "out" / "fit.json").read_text())["trials"]
-    assert len(trials) == 1
+    continued, whole = (
+        json.loads((folder / "fit.json").read_text())
+        for folder in (tmp_path / "out", trained.folder)
+    )
+    assert continued["scores"] == whole["scores"]
+    for record in (continued, whole):
+        for candidate in record["candidates"]:
+            for name in ("seconds", "training_seconds", "settings"):
+                del candidate[name]
+    assert continued["candidates"] == whole["candidates"]
 
 
 def test_other_call_in_the_folder_of_an_unfinished_fit_is_refused(root, tmp_path, monkeypatch):
-    kill_in_stage(monkeypatch, "encode_corpus", after=True)
+    kill_in_stage(monkeypatch, "encode_documents", after=True)
     options = {
         "model": str(root / "fresh"),
         "output": tmp_path / "out",
@@ -529,6 +499,8 @@ def test_other_call_in_the_folder_of_an_unfinished_fit_is_refused(root, tmp_path
         contaccum.fit(root / "pairs.jsonl", **options)
     with pytest.raises(ConfigError, match="this folder has work with another learning_rate "):
         contaccum.fit(root / "pairs.jsonl", **options, learning_rate=0.5)
+    with pytest.raises(ConfigError, match="this folder has work with another bm25 "):
+        contaccum.fit(root / "pairs.jsonl", **options, bm25=False)
     with pytest.raises(ConfigError, match="this folder has work with another data;"):
         contaccum.fit(root / "more.jsonl", **options)
 
@@ -564,7 +536,7 @@ def test_a_fit_does_not_continue_with_files_that_have_changed(
             **SETTINGS,
         )
 
-    kill_in_stage(monkeypatch, "load_evaluator", after=False)
+    kill_in_stage(monkeypatch, "climb", after=False)
     for _ in range(2):
         with pytest.raises(Killed):
             fit()
@@ -587,36 +559,42 @@ def test_a_fit_does_not_continue_with_files_that_have_changed(
         fit()
 
 
-def test_store_for_query_side_fits_a_training_with_an_adapter(root, tmp_path, monkeypatch):
+def test_store_for_query_side_fits_a_training_with_an_adapter(root, tmp_path):
     """The document tower of a query-side training has no adapter, as the base model has none."""
-    monkeypatch.setattr(tune_module, "MAX_TRIALS", 1)
-    kill_in_stage(monkeypatch, "plan_final_training", after=False)
-    settings = {**SETTINGS, "learning_rate": 0.01, "num_train_epochs": 1, "lora_r": 2}
-    del settings["method"]
-    with pytest.raises(Killed):
-        contaccum.fit(
-            root / "pairs.jsonl", model=root / "fresh", output=tmp_path / "out", **settings
-        )
-    [trial] = json.loads((tmp_path / "out" / "tuning" / "tuned.json").read_text())["trials"]
-    assert trial["settings"]["method"] == "query_side"
-    assert trial["score"] is not None
+    settings = {**SETTINGS, "method": "query_side", "learning_rate": 0.01, "num_train_epochs": 1}
+    result = contaccum.fit(
+        root / "pairs.jsonl",
+        model=root / "fresh",
+        output=tmp_path / "out",
+        test=100,
+        lora_r=2,
+        **settings,
+    )
+    candidates = json.loads((result.folder / "fit.json").read_text())["candidates"]
+    rungs = [candidate["rung"] for candidate in candidates]
+    assert rungs == [0, 0, 1, 1, 1, 1, 1, 2, 2, 2]  # nothing else is trained with this method
+    assert candidates[-1]["settings"]["lora_r"] == 2
 
 
 @pytest.mark.parametrize(("speed_up", "bf16"), [(2.0, True), (0.2, False)])
 def test_training_is_in_bf16_where_the_machine_is_faster_with_it(
     root, tmp_path, monkeypatch, speed_up, bf16
 ):
-    def measure_speed(settings: Settings, *_: Any) -> float:
-        return 1.0 / speed_up if settings.bf16 else 1.0
+    clock = SimpleNamespace(seconds=0.0)
 
-    searched = []
+    def encode(*arguments: Any) -> Any:
+        clock.seconds += 1.0 / speed_up if arguments[-1] == "bfloat16" else 1.0
+        return encode_texts(*arguments[:4])
 
-    def search(space: Any, *_: Any) -> None:
-        searched.append(space.settings.bf16)
+    def make_ladder(job: Job, base: Any, settings: Settings, *_: Any, **__: Any) -> None:
+        proposed_settings.append(settings)
         raise Killed
 
-    monkeypatch.setattr(fit_module, "measure_speed", measure_speed)
-    monkeypatch.setattr(fit_module, "search_settings", search)
+    encode_texts = fit_module.encode_texts
+    monkeypatch.setattr(fit_module, "time", SimpleNamespace(perf_counter=lambda: clock.seconds))
+    monkeypatch.setattr(fit_module, "encode_texts", encode)
+    monkeypatch.setattr(fit_module, "Ladder", make_ladder)
+    proposed_settings: list[Settings] = []
     lines: list[str] = []
     settings = {name: value for name, value in SETTINGS.items() if name != "bf16"}
     for _ in range(2):
@@ -628,217 +606,9 @@ def test_training_is_in_bf16_where_the_machine_is_faster_with_it(
                 print_line=lines.append,
                 **settings,
             )
-    assert searched == [bf16, bf16]
+    assert [settings.bf16 for settings in proposed_settings] == [bf16, bf16]
     line = "training in bf16, which is 2.0 times as fast as float32"
     assert (line in lines) == bf16
-
-
-@pytest.mark.parametrize(
-    ("seconds_left", "max_steps", "num_evaluations", "line"),
-    [
-        (1000.0, None, 4, "the final training has 35 updates, 5 epochs"),
-        # 5 seconds for loading, 1 for each evaluation, and 1.1 * 2 for each update
-        (9.0 + 2.2 * 15.5, 15, 4, "the final training is cut to 15 of 35 updates"),
-        (7.0, 2, 1, "the final training is cut to 2 of 35 updates"),
-    ],
-)
-def test_final_training_of_cut_trials_is_as_long_as_time_allows(
-    root, tmp_path, monkeypatch, seconds_left, max_steps, num_evaluations, line
-):
-    """The machine is five times as fast as in the chosen trial: an update takes 2 seconds."""
-    monkeypatch.setattr(fit_module, "measure_speed", lambda *_: 2.0)
-    options = {
-        "model": str(root / "fresh"),
-        "train_data": [str(root / "pairs.jsonl")],
-        "total_train_batch_size": 32,
-        "per_device_train_batch_size": 8,
-        "use_cpu": True,
-        "max_steps": 6,
-    }
-    settings = {"method": "contaccum", "max_steps": 6}
-    trial = {"trial": 0, "settings": settings, "score": 0.5, "updates": 6, "seconds": 90.0}
-    trial |= {"seconds_per_update": 10.0, "scoring_seconds": 5.0}
-    choice = Choice(settings, trial=0, score=0.5, against_base={}, warnings=[])
-    tuned = Tuned(choice, options, base=0.1, bm25=0.1, trials=[trial])
-    planned, printed = fit_module.plan_final_training(
-        tmp_path, root / "pairs.jsonl", tuned, seconds_left
-    )
-    assert printed.startswith(line)
-    assert planned.get("max_steps") == max_steps
-    assert planned["num_train_epochs"] == 5
-    assert planned["eval_steps"] == -(-(max_steps or 35) // num_evaluations)
-
-
-def test_dev_scores_of_a_longer_trial_are_not_compared_with_the_test(root, tmp_path, monkeypatch):
-    """The trial is better than the base model on dev, the cut final training is not on test."""
-    # Two updates, the first of which has a learning rate of 0. No more are possible later.
-    plan = fit_module.plan_final_training
-
-    def plan_short_training(*arguments: Any) -> Any:
-        planned, line = plan(*arguments)
-        return {**planned, "max_steps": 2, "eval_steps": 2, "save_steps": 2}, line
-
-    monkeypatch.setattr(fit_module, "plan_final_training", plan_short_training)
-    monkeypatch.setattr(fit_module, "MODEL_FOLDER", "nowhere")  # the trial's model is not kept
-    result = contaccum.fit(
-        root / "pairs.jsonl",
-        model=root / "fresh",
-        output=tmp_path / "out",
-        test=100,
-        **{**SETTINGS, "learning_rate": 0.002, "num_train_epochs": 6},
-    )
-    assert result.verdict.word == "LEVEL"
-    record = json.loads((result.folder / "fit.json").read_text())
-    assert record["choice"]["against_base"]["low"] > 0.0
-    assert not [line for line in result.warnings if "disagree" in line]
-
-
-def test_model_of_the_best_trial_is_kept_if_the_final_training_is_worse(
-    root, tmp_path, monkeypatch
-):
-    """The final training is replaced by one at a rate that spoils the model."""
-    monkeypatch.setattr(tune_module, "MAX_TRIALS", 2)
-    train = fit_module.run_and_keep
-
-    def spoil(settings: Settings, folder: Path) -> Result:
-        return train(replace(settings, learning_rate=10.0), folder)
-
-    monkeypatch.setattr(fit_module, "run_and_keep", spoil)
-    lines: list[str] = []
-    result = contaccum.fit(
-        root / "pairs.jsonl",
-        model=root / "fresh",
-        output=tmp_path / "out",
-        test=100,
-        print_line=lines.append,
-        learning_rate=0.01,
-        **SETTINGS,
-    )
-    assert [line for line in lines if "is kept, because it is better on dev" in line]
-    record = json.loads((tmp_path / "out" / "fit.json").read_text())
-    chosen = record["choice"]["trial"]
-    models = [path.parent.name for path in (tmp_path / "out" / "tuning" / "trials").glob("*/model")]
-    assert models == [str(chosen)]
-    expected = contaccum.DualEncoder.from_pretrained(
-        str(tmp_path / "out" / "tuning" / "trials" / str(chosen) / "model"), device="cpu"
-    )
-    assert model_fingerprint(result.model) == model_fingerprint(expected)
-    # The config trains this model again.
-    options = ["--disable_tqdm", "true", "--output_dir", str(tmp_path / "again")]
-    assert main(["train", str(tmp_path / "out" / "config.yaml"), *options]) == 0
-    again = contaccum.DualEncoder.from_pretrained(str(tmp_path / "again"), device="cpu")
-    assert model_fingerprint(again) == model_fingerprint(result.model)
-
-
-@pytest.mark.parametrize("gain", [0.1, -0.1])
-def test_second_stage_is_kept_if_it_is_better_on_dev(root, tmp_path, monkeypatch, gain):
-    """The config then trains both stages again."""
-    monkeypatch.setattr(tune_module, "MAX_TRIALS", 2)
-    monkeypatch.setattr(fit_module, "_estimate_second_stage", lambda *_: 0.0)
-    train = fit_module.run_and_keep
-
-    def shift_score(settings: Settings, folder: Path) -> Result:
-        result = train(settings, folder)
-        assert result.score is not None
-        is_second = folder.name == "second_stage"
-        return dataclasses.replace(result, score=0.5 + gain if is_second else 0.5)
-
-    monkeypatch.setattr(fit_module, "run_and_keep", shift_score)
-    lines: list[str] = []
-    settings = {**SETTINGS, "learning_rate": 0.01, "num_train_epochs": 1}
-    del settings["method"]
-    result = contaccum.fit(
-        root / "pairs.jsonl",
-        model=root / "fresh",
-        output=tmp_path / "out",
-        test=100,
-        print_line=lines.append,
-        **settings,
-    )
-    assert f"second stage: {0.5 + gain:.3f} on dev after it, 0.500 before it" in "\n".join(lines)
-    config = yaml.safe_load((tmp_path / "out" / "config.yaml").read_text())
-    kept = tmp_path / "out" / ("second_stage" if gain > 0 else "trained")
-    expected = contaccum.DualEncoder.from_pretrained(str(kept), device="cpu")
-    assert model_fingerprint(result.model) == model_fingerprint(expected)
-    assert ("second_stage" in config) == (gain > 0)
-    if gain > 0:
-        options = ["--disable_tqdm", "true", "--output_dir", str(tmp_path / "again")]
-        assert main(["train", str(tmp_path / "out" / "config.yaml"), *options]) == 0
-        again = contaccum.DualEncoder.from_pretrained(str(tmp_path / "again"), device="cpu")
-        assert model_fingerprint(again) == model_fingerprint(result.model)
-
-
-def test_parts_of_the_pairs_are_nested_and_trained_and_tested(root, tmp_path):
-    lines: list[str] = []
-    result = contaccum.fit(
-        root / "pairs.jsonl",
-        model=root / "fresh",
-        output=tmp_path / "out",
-        test=100,
-        curve=True,
-        print_line=lines.append,
-        **{**SETTINGS, "learning_rate": 0.01},
-    )
-    queries = {}
-    for part in ("data", "curve/25%", "curve/50%"):
-        records = (tmp_path / "out" / part / "train.jsonl").read_text().splitlines()
-        queries[part] = {json.loads(record)["query"] for record in records}
-    assert queries["curve/25%"] < queries["curve/50%"] < queries["data"]
-    assert len(queries["curve/50%"]) == pytest.approx(len(queries["data"]) / 2, rel=0.3)
-    points = json.loads((tmp_path / "out" / "fit.json").read_text())["curve"]
-    assert [share for share, _ in points] == [0.25, 0.5, 1.0]
-    assert points[-1][1] == pytest.approx(result.verdict.trained)
-    [line] = [line for line in lines if line.startswith("share of the training queries: 25% ")]
-    gain = 100 * (points[2][1] - points[1][1])
-    assert f"from 50% to 100%: {gain:+.1f} points" in line
-    evaluator = RetrievalEvaluator(load_beir_folder(tmp_path / "out" / "data" / "test", "test"))
-    half = contaccum.DualEncoder.from_pretrained(tmp_path / "out" / "curve" / "50%" / "model")
-    assert evaluator.score(half)["ndcg@10"] == pytest.approx(points[1][1])
-
-
-def test_stopped_final_training_says_how_to_continue(root, tmp_path, monkeypatch, capsys):
-    """The command has no option to resume from a checkpoint: it does so by itself."""
-    settings = {**SETTINGS, "model": str(root / "fresh"), "train_data": [str(root / "pairs.jsonl")]}
-
-    def stop(*_: object, **__: object) -> None:
-        signal.raise_signal(signal.SIGINT)
-
-    monkeypatch.setattr(log.UpdateLogCallback, "on_step_begin", stop)
-    with pytest.raises(SystemExit):
-        run_and_keep(replace(Settings(), **settings), tmp_path / "model")
-    line = f"stopped; saved {tmp_path}/model/checkpoint-1. Start the same command again to continue"
-    assert capsys.readouterr().out.endswith(f"{line}\n")
-
-
-def test_restart_counts_only_documents_that_are_not_encoded_yet(root, tmp_path, monkeypatch):
-    arguments = {"model": root / "fresh", "output": tmp_path / "out", "use_cpu": True}
-    with monkeypatch.context() as patch:
-        kill_in_stage(patch, "encode_corpus", after=True)
-        with pytest.raises(Killed):
-            contaccum.fit(root / "pairs.jsonl", **arguments)
-    documents = read_split(tmp_path / "out" / "data").documents
-    monkeypatch.setattr(fit_module, "measure_seconds_per_document", lambda *_: 1.0)
-    kill_in_stage(monkeypatch, "encode_corpus", after=False)
-    # Three quarters of the budget are enough for test, but not for the corpus as well.
-    budget = (documents["test"] + documents["dev"] + documents["train"] / 2) / 0.75
-    with pytest.raises(Killed):
-        contaccum.fit(root / "pairs.jsonl", budget=budget, **arguments)
-
-
-def test_score_on_pooled_documents_equals_the_score_on_all_documents(root, trained):
-    dataset = load_beir_folder(root / "better" / "data" / "test", "test")
-    queries = {name: dataset.queries[name] for name in ("q0", "q1")}
-    qrels = {name: dataset.qrels[name] for name in queries}
-    dataset = dataclasses.replace(dataset, queries=queries, qrels=qrels)
-    evaluator = RetrievalEvaluator(dataset)
-    run = evaluator.search(trained.model)
-    score = evaluator.score_run(run)["ndcg@10"]
-    pool = pool_documents(dataset, [run])
-    assert len(pool) < len(dataset.corpus)
-    pooled_corpus = {name: text for name, text in dataset.corpus.items() if name in pool}
-    pooled_dataset = type(dataset)(**{**vars(dataset), "corpus": pooled_corpus})
-    pooled_score = RetrievalEvaluator(pooled_dataset).score(trained.model)["ndcg@10"]
-    assert pooled_score == pytest.approx(score)
 
 
 @pytest.mark.parametrize(
@@ -850,8 +620,9 @@ def test_score_on_pooled_documents_equals_the_score_on_all_documents(root, train
         (["--method", "query_side", "--towers", "one"], "towers=one"),
         (["--device", "tpu"], "device=tpu"),
         (["--learnin_rate", "1"], "learning_rate"),
+        (["--learning_rates", "1", "2"], "learning_rates is not an option of contaccum fit"),
         (["--budget", "soon"], "budget=soon"),
-        (["--budget", "0.01s"], "too short"),
+        (["--bm25", "perhaps"], "bm25"),
         (["--corpus", "nowhere.jsonl"], "nowhere.jsonl"),
     ],
 )
@@ -861,6 +632,7 @@ def test_wrong_options_give_one_line(root, tmp_path, options, message, capsys):
     assert main(arguments) == 2
     error = capsys.readouterr().err.strip().splitlines()[-1]
     assert message in error
+    assert not (tmp_path / "out").exists()
 
 
 def test_one_tower_refuses_a_model_with_two(root, tmp_path):
@@ -881,7 +653,7 @@ def test_passages_longer_than_the_model_reads_are_counted(root, tmp_path, monkey
     def stop(*_: Any) -> None:
         raise UserError("stopped")
 
-    monkeypatch.setattr(fit_module, "score_baselines", stop)
+    monkeypatch.setattr(fit_module, "climb", stop)
     counted = []
     for length in (6, 7):
         lines: list[str] = []
@@ -896,41 +668,6 @@ def test_passages_longer_than_the_model_reads_are_counted(root, tmp_path, monkey
             )
         counted.append([line for line in lines if "not read" in line])
     assert counted == [["100% of the passages are longer than 6 tokens; the rest is not read"], []]
-
-
-@pytest.mark.parametrize("stage", ["tuning", "plan"])
-def test_the_results_in_a_folder_do_not_allow_remote_code(root, tmp_path, monkeypatch, stage):
-    """The folder may come from somebody else."""
-    seen: list[Any] = []
-    forged = {
-        "choice": Choice({"method": "contaccum"}, 0, 0.5, {}, [])._asdict(),
-        "options": {"model": str(root / "fresh"), "trust_remote_code": True},
-        "base": 0.5,
-        "bm25": 0.5,
-        "trials": [],
-        "has_second_stage": False,
-    }
-    once = fit_module.once
-
-    def read_forged(folder: Path, *args: Any, **kwargs: Any) -> dict[str, Any]:
-        if folder.name in ("tuning", stage):
-            names = Tuned._fields if folder.name == "tuning" else forged
-            return {name: forged[name] for name in names}
-        return once(folder, *args, **kwargs)
-
-    def stop(settings: Settings, folder: Path) -> None:
-        seen.append(settings.trust_remote_code)
-        raise UserError("stopped")
-
-    def stop_planning(folder: Path, dev: Path, tuned: Tuned, seconds: float) -> None:
-        stop(replace(Settings(), **tuned.options), folder)
-
-    monkeypatch.setattr(fit_module, "once", read_forged)
-    monkeypatch.setattr(fit_module, "plan_final_training", stop_planning)
-    monkeypatch.setattr(fit_module, "run_and_keep", stop)
-    with pytest.raises(UserError, match="stopped"):
-        contaccum.fit(root / "pairs.jsonl", root / "fresh", output=tmp_path / "out", **SETTINGS)
-    assert seen == [False]
 
 
 def test_a_column_that_the_corpus_lacks_is_refused_with_those_that_it_has(root, tmp_path, capsys):
@@ -949,7 +686,7 @@ def test_refused_data_can_be_corrected_and_used_in_the_same_folder(root, tmp_pat
         contaccum.fit(data, **options)
     assert not (tmp_path / "out").exists()
     data.write_bytes((root / "pairs.jsonl").read_bytes())
-    kill_in_stage(monkeypatch, "encode_corpus", after=False)
+    kill_in_stage(monkeypatch, "encode_documents", after=False)
     with pytest.raises(Killed):
         contaccum.fit(data, **options)
     assert (tmp_path / "out" / "data").is_dir()
@@ -964,7 +701,7 @@ def test_refused_model_can_be_corrected_in_the_same_folder(root, tmp_path, monke
     (broken / "config.json").write_text("{}")
     with pytest.raises(UserError, match="broken"):  # found after dev and test were held out
         contaccum.fit(root / "pairs.jsonl", model=broken, **options)
-    kill_in_stage(monkeypatch, "encode_corpus", after=False)
+    kill_in_stage(monkeypatch, "encode_documents", after=False)
     with pytest.raises(Killed):
         contaccum.fit(root / "more.jsonl", model=root / "fresh", budget=600, **options)
     split = json.loads((tmp_path / "out" / "data" / "split.json").read_text())
@@ -986,18 +723,19 @@ def test_a_popular_passage_leaves_fewer_splits(tmp_path):
 
 @pytest.mark.parametrize(
     ("micro_batch", "num_processes", "pairs_per_update"),
-    [(None, 1, 16), (32, 1, 32), (None, 3, 24), ("auto", 1, 16)],
+    [(None, 1, 16), (32, 1, 32), (None, 3, 18), ("auto", 1, 16)],
 )
 def test_proposed_batch_size_suits_the_micro_batch_and_the_processes(
-    root, tmp_path, micro_batch, num_processes, pairs_per_update
+    root, tmp_path, monkeypatch, micro_batch, num_processes, pairs_per_update
 ):
     Pairs(root / "pairs.jsonl").hold_out(tmp_path / "data")
     given = {}
     if micro_batch is not None:
         given["per_device_train_batch_size"] = micro_batch
+    proposed.check_given(str(root / "fresh"), given)
+    monkeypatch.setattr(proposed, "world_size", lambda: num_processes)
     train_file = tmp_path / "data" / "train.jsonl"
-    fit_module.check_given(str(root / "fresh"), given, tmp_path / "store")
-    settings = fit_module.propose_settings(train_file, str(root / "fresh"), given, num_processes)
+    settings = proposed.propose_settings(train_file, str(root / "fresh"), given)
     assert settings.total_train_batch_size == pairs_per_update
 
 
@@ -1009,13 +747,13 @@ def test_on_a_gpu_the_micro_batch_is_the_largest_that_its_memory_allows(
     with monkeypatch.context() as gpu:
         gpu.setattr(torch.cuda, "is_available", lambda: True)
         gpu.setattr(torch.cuda, "is_bf16_supported", lambda: True)
-        settings = fit_module.propose_settings(train_file, str(root / "fresh"), {}, 1)
+        settings = proposed.propose_settings(train_file, str(root / "fresh"), {})
         given = {"gradient_accumulation_steps": 2}
-        with_steps = fit_module.propose_settings(train_file, str(root / "fresh"), given, 1)
+        with_steps = proposed.propose_settings(train_file, str(root / "fresh"), given)
     assert settings.per_device_train_batch_size == "auto"
     assert settings.total_train_batch_size == 16
     assert settings.dataloader_num_workers == 2
-    assert with_steps.per_device_train_batch_size == 8  # two micro-batches of any size may not fit
+    assert with_steps.per_device_train_batch_size == 16  # two micro-batches of any size may not fit
 
     try_micro_batch = update.try_micro_batch
 
@@ -1041,8 +779,8 @@ def test_proposed_batch_size_suits_the_rows_of_an_epoch(root, tmp_path, settings
         pairs.append({"query": pair["query"], "positive": [pair["positive"], *other_positives]})
     Pairs(write_lines(tmp_path / "pairs.jsonl", pairs)).hold_out(tmp_path / "data")
     train_file = tmp_path / "data" / "train.jsonl"
-    proposed = fit_module.propose_settings(train_file, str(root / "fresh"), settings, 1)
-    assert proposed.total_train_batch_size == pairs_per_update
+    suited = proposed.propose_settings(train_file, str(root / "fresh"), settings)
+    assert suited.total_train_batch_size == pairs_per_update
 
 
 def test_pairs_below_the_least_score_are_left_out(tmp_path):
@@ -1061,27 +799,34 @@ def test_pairs_below_the_least_score_are_left_out(tmp_path):
 
 
 def test_time_of_holding_out_counts_for_the_budget(root, tmp_path, monkeypatch):
+    """What is used before the first candidate is left for none but those without training."""
     hold_out = Pairs.hold_out
 
     def hold_out_slowly(source: Pairs, folder: Path, **options: Any) -> list[str]:
-        monkeypatch.setattr(time, "monotonic", lambda: started + 100.0)
+        clock.seconds += 100.0
         return hold_out(source, folder, **options)
 
-    started = time.monotonic()
+    clock = SimpleNamespace(seconds=0.0)
+    monkeypatch.setattr(budget_module, "time", SimpleNamespace(monotonic=lambda: clock.seconds))
     monkeypatch.setattr(Pairs, "hold_out", hold_out_slowly)
-    with pytest.raises(ConfigError, match="the budget of 60 seconds is too short"):
-        contaccum.fit(
-            root / "pairs.jsonl",
-            model=str(root / "fresh"),
-            budget="60s",
-            output=tmp_path / "out",
-            use_cpu=True,
-        )
+    result = contaccum.fit(
+        root / "questions.jsonl",
+        model=str(root / "fresh"),
+        budget="60s",
+        output=tmp_path / "out",
+        test=100,
+        use_cpu=True,
+    )
+    record = json.loads((tmp_path / "out" / "fit.json").read_text())
+    assert record["seconds"]["total"] == 100.0
+    assert [candidate["rung"] for candidate in record["candidates"]] == [0, 0]
+    assert result.verdict.word == "LEVEL"
+    assert result.report.is_file()
 
 
 def test_existing_split_is_used_unchanged(root, tmp_path, monkeypatch):
     assert main(["split", str(root / "pairs.jsonl"), str(tmp_path / "split"), "--test", "100"]) == 0
-    kill_in_stage(monkeypatch, "encode_corpus", after=False)
+    kill_in_stage(monkeypatch, "encode_documents", after=False)
     with pytest.raises(Killed):
         contaccum.fit(
             tmp_path / "split", model=str(root / "fresh"), output=tmp_path / "out", use_cpu=True
@@ -1120,20 +865,21 @@ def test_folder_with_other_files_is_refused(root, tmp_path):
 
 
 def test_arguments_of_python_are_settings(tmp_path):
-    given = fit_module.read_given(
+    given = proposed.read_given(
         {"learning_rate": None, "bf16": True, "matryoshka_dims": (8, 4), "guide": tmp_path}
     )
     assert given == {"bf16": True, "matryoshka_dims": [8, 4], "guide": str(tmp_path)}
 
 
-def test_settings_of_the_user_are_in_the_config_and_not_searched(root, trained):
+def test_settings_of_the_user_are_in_the_config_and_nothing_else_is_tried(root, trained):
     config = yaml.safe_load((root / "better" / "config.yaml").read_text())
     assert config["learning_rate"] == 0.01
-    assert config["num_train_epochs"] == 4
+    assert config["num_train_epochs"] == 6
     assert config["use_cpu"] is True
     assert config["disable_tqdm"] is True
     record = json.loads((root / "better" / "fit.json").read_text())
-    assert [trial["settings"] for trial in record["trials"]] == [{"method": "contaccum"}]
+    trainings = [row for row in record["candidates"] if row["system"] == "trained"]
+    assert [row["updates"] for row in trainings] == [18]
 
 
 @pytest.mark.long
@@ -1152,29 +898,28 @@ def test_two_processes_fit_one_model(root, tmp_path):
     assert json.loads((tmp_path / "out" / "fit.json").read_text())["verdict"]["line"] == lines[0]
 
 
-FIT_WITH_ALL_STAGES = """
+KILLED_FIT = """
 import os, signal, sys
 import contaccum
-from contaccum.experiments import fit as fit_module, tune as tune_module
+from contaccum.experiments import candidates, fit
 
-pairs, fresh, other, output, stage, kill_at = sys.argv[1:]
-tune_module.MAX_TRIALS = 2
-fit_module._estimate_second_stage = lambda *_: 0.0
-function = getattr(fit_module, stage)
+pairs, fresh, other, output, module, function, kill_at = sys.argv[1:]
+module = {"candidates": candidates, "fit": fit}[module]
+work = getattr(module, function)
 num_calls = 0
 
 def count_calls(*args, **kwargs):
     global num_calls
-    result = function(*args, **kwargs)
+    result = work(*args, **kwargs)
     num_calls += 1
     if num_calls == int(kill_at):
         os.kill(os.getpid(), signal.SIGKILL)
     return result
 
-setattr(fit_module, stage, count_calls)
+setattr(module, function, count_calls)
 contaccum.fit(
-    pairs, model=[fresh, other], output=output, test=100, curve=True, learning_rate=0.01,
-    total_train_batch_size=32, num_train_epochs=4, bank_size=64, use_cpu=True, bf16=False,
+    pairs, model=[fresh, other], output=output, test=100, learning_rate=0.01,
+    total_train_batch_size=32, max_steps=8, bank_size=64, use_cpu=True, bf16=False,
     disable_tqdm=True,
 )
 """
@@ -1182,16 +927,18 @@ contaccum.fit(
 
 @pytest.mark.long
 def test_two_processes_give_the_same_verdict_after_kills_in_all_stages(root, tmp_path):
-    """Several base models, a second stage and parts of the pairs, with kill -9 in each of them."""
-    (tmp_path / "program.py").write_text(FIT_WITH_ALL_STAGES)
+    """Several base models and all rungs, with kill -9 in each of them."""
+    (tmp_path / "program.py").write_text(KILLED_FIT)
     tiny_encoder(query_prompt="query: ").save_pretrained(str(tmp_path / "other"))
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
     command += ["--nproc_per_node", "2", str(tmp_path / "program.py")]
-    command += [str(root / "pairs.jsonl"), str(root / "fresh"), str(tmp_path / "other")]
+    command += [str(root / "questions.jsonl"), str(root / "fresh"), str(tmp_path / "other")]
 
-    def fit(output: Path, stage: str = "read_given", kill_at: int = 0) -> str:
+    def fit(
+        output: Path, module: str = "fit", function: str = "read_given", kill_at: int = 0
+    ) -> str:
         done = subprocess.run(
-            [*command, str(output), stage, str(kill_at)],
+            [*command, str(output), module, function, str(kill_at)],
             capture_output=True,
             text=True,
             timeout=300,
@@ -1201,26 +948,26 @@ def test_two_processes_give_the_same_verdict_after_kills_in_all_stages(root, tmp
         return done.stdout
 
     lines = fit(tmp_path / "whole").splitlines()
-    assert lines.count("base model: fresh; other is not significantly worse on dev") == 1
-    assert len([line for line in lines if line.startswith("second stage: 0.")]) == 1
-    fit(tmp_path / "killed", "choose_base_model", 1)
-    fit(tmp_path / "killed", "run_and_keep", 2)  # after the second stage
-    fit(tmp_path / "killed", "make_part_settings", 2)
-    assert (tmp_path / "killed" / "curve" / "25%" / "model" / "result.json").is_file()
+    assert len([line for line in lines if line.startswith("base model: ")]) == 1
+    assert len([line for line in lines if line.startswith("chosen on dev: ")]) == 1
+    fit(tmp_path / "killed", "fit", "choose_base_model", 1)
+    for number in (1, 2):
+        fit(tmp_path / "killed", "candidates", "train", number)
     assert not (tmp_path / "killed" / "fit.json").exists()
     fit(tmp_path / "killed")
     whole, killed = (
         json.loads((tmp_path / name / "fit.json").read_text()) for name in ("whole", "killed")
     )
-    assert len(whole["curve"]) == 3
-    for key in ("model", "verdict", "production", "scores", "curve"):
+    assert {row["rung"] for row in whole["candidates"]} == {0, 1, 2, 3, 4}
+    for key in ("model", "verdicts", "scores", "chosen", "lines"):
         assert killed[key] == whole[key]
-    assert len(killed["trials"]) == len(whole["trials"]) == 2
+    names = [[row["name"] for row in record["candidates"]] for record in (whole, killed)]
+    assert names[0] == names[1]
 
 
 def test_best_of_several_base_models_is_trained(root, trained, tmp_path, monkeypatch):
     """A model that cannot be loaded is left out with a line."""
-    kill_in_stage(monkeypatch, "search_settings", after=False)
+    kill_in_stage(monkeypatch, "encode_documents", after=False)
     lines: list[str] = []
     for _ in range(2):
         with pytest.raises(Killed):
@@ -1237,3 +984,36 @@ def test_best_of_several_base_models_is_trained(root, trained, tmp_path, monkeyp
     assert len(scored) == 2
     fingerprints = json.loads((tmp_path / "out" / "models.json").read_text())
     assert fingerprints["model"] == model_fingerprint(trained.model)
+
+
+def test_base_models_that_were_left_out_are_compared_when_the_budget_grows(
+    root, trained, tmp_path, monkeypatch
+):
+    """Without time for any, the fastest one is used; its work is dropped with another choice."""
+    seconds = {"fresh": 1.0, "better/model": 2.0}
+    monkeypatch.setattr(
+        fit_module, "measure_seconds_per_document", lambda *_: seconds.pop(next(iter(seconds)))
+    )
+    kill_in_stage(monkeypatch, "climb", after=False)
+    lines: list[str] = []
+
+    def fit(budget: float) -> None:
+        with pytest.raises(Killed):
+            contaccum.fit(
+                root / "more.jsonl",
+                model=[root / "fresh", root / "better" / "model"],
+                budget=budget,
+                output=tmp_path / "out",
+                print_line=lines.append,
+                **SETTINGS,
+            )
+
+    fit(100.0)
+    assert len([line for line in lines if " is left out: encoding " in line]) == 2
+    assert "base model: fresh, the fastest one" in lines
+    models = tmp_path / "out" / "models.json"
+    assert json.loads(models.read_text())["model"] != model_fingerprint(trained.model)
+    seconds |= {"fresh": 1.0, "better/model": 2.0}
+    fit(1e6)
+    assert "base model better/model: what another one has made is dropped" in lines
+    assert json.loads(models.read_text())["model"] == model_fingerprint(trained.model)

@@ -20,6 +20,7 @@ from contaccum.experiments.verdict import (
 NUM_PASSAGES = 12
 NUM_FOLDS = 5
 NUM_SAMPLES = 200
+COMPARED = ("base", "trained")  # columns of scores
 
 
 @pytest.fixture(scope="module")
@@ -54,7 +55,7 @@ def test_a_passage_is_one_group_over_all_folds(pooled):
         assert len({groups[f"{fold}/q{number}"] for fold in range(NUM_FOLDS)}) == 1
     assert groups["0/q0"] == groups["0/q1"]
     assert len(set(groups.values())) == NUM_PASSAGES - 1
-    verdict = compute_verdict(pooled["trained"], pooled["base"], pooled["bm25"], groups, folds=5)
+    verdict = compute_verdict(pooled, COMPARED, COMPARED, list(groups), folds=5)
     assert "60 held-out queries of 11 passages in 5 splits" in str(verdict)
 
 
@@ -73,6 +74,7 @@ def test_models_that_do_not_differ_are_told_apart_in_5_percent_of_all_samples(po
             number = int(query.rpartition("q")[2])
             gain = gains[max(number, 1)] + 0.1 * generator.standard_normal()
             trained[query] = float(np.clip(0.5 + gain, 0, 1))
-        word = compute_verdict(trained, pooled["base"], pooled["bm25"], groups).word
-        num_verdicts += word != LEVEL
+        scores = {**pooled, "trained": trained}
+        verdict = compute_verdict(scores, COMPARED, COMPARED, list(groups))
+        num_verdicts += verdict.word != LEVEL
     assert num_verdicts / NUM_SAMPLES <= 0.09  # the standard deviation of 5 % is 1.5 %

@@ -1,47 +1,33 @@
-"""A run in a folder: it is not repeated, goes on after a kill, and starts anew with changes."""
+"""A training or other work in a folder: done once, goes on after a kill, anew with changes."""
 
 from __future__ import annotations
 
 import json
-import os
 import signal
-import subprocess
-import sys
-import time
 from pathlib import Path
 from typing import Any
 
 import pytest
 from sample_texts import sentences
-from small_data import write_beir, write_lines
+from small_data import write_pairs
 from tiny_models import tiny_encoder
 
-from contaccum.data import load_beir_folder
 from contaccum.errors import ConfigError, UserError
-from contaccum.evaluation.evaluator import RetrievalEvaluator
 from contaccum.experiments import run as run_module
-from contaccum.experiments.run import begin, hash_path, measure_speed, once, run, run_and_keep
+from contaccum.experiments.run import begin, count_updates, hash_path, once, train
 from contaccum.files import lock_folder
-from contaccum.settings import Settings, replace, to_yaml
-
-NUM_QUERIES = 24
+from contaccum.settings import Settings, replace
+from contaccum.training import log
+from contaccum.training.arguments import ContAccumTrainingArguments
+from contaccum.training.setup import load_data
 
 
 @pytest.fixture(scope="module")
 def root(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A saved model, training pairs, and a BEIR folder of dev data with the same queries."""
+    """A saved model, and 24 training pairs."""
     root = tmp_path_factory.mktemp("run")
     tiny_encoder().save_pretrained(str(root / "model"))
-    texts = sentences(NUM_QUERIES, 5, 9)
-    questions = sentences(NUM_QUERIES, 6)
-    documents = {f"d{row}": ("", text) for row, text in enumerate(texts)}
-    queries = {f"q{row}": text for row, text in enumerate(questions)}
-    judgements = [(f"q{row}", f"d{row}", 1) for row in range(NUM_QUERIES)]
-    write_beir(root / "dev", documents, queries, judgements, "test")
-    pairs = [
-        {"query": query, "positive": text} for query, text in zip(questions, texts, strict=True)
-    ]
-    write_lines(root / "pairs.jsonl", pairs)
+    write_pairs(root / "pairs.jsonl", sentences(24, 6), sentences(24, 5, 9))
     return root
 
 
@@ -56,10 +42,6 @@ def make_settings(root: Path, **changes: Any) -> Settings:
         "disable_tqdm": True,
     }
     return replace(Settings(), **{**values, **changes})
-
-
-def make_evaluator(root: Path) -> RetrievalEvaluator:
-    return RetrievalEvaluator(load_beir_folder(root / "dev", "test"))
 
 
 def test_work_is_done_once_unless_its_identity_changes(tmp_path):
@@ -114,7 +96,7 @@ def test_folder_of_work_that_the_user_must_correct_is_free_again(tmp_path):
 
 def test_second_process_in_a_folder_is_refused(tmp_path):
     with (
-        lock_folder(tmp_path, "contaccum tune"),
+        lock_folder(tmp_path, "contaccum fit"),
         pytest.raises(ConfigError, match="another run works in this folder"),
     ):
         once(tmp_path, {"seed": 1}, dict)
@@ -147,100 +129,59 @@ def test_hash_depends_on_names_and_contents_and_not_on_the_place(tmp_path):
     assert str(tmp_path) not in hash_path(item)
 
 
-def test_run_is_repeated_only_if_something_that_decides_its_result_has_changed(
-    root, tmp_path, monkeypatch
-):
-    trained = []
-    train = run_module._train_and_score
-
-    def record_training(settings: Settings, *arguments: Any) -> run_module.Result:
-        trained.append(settings)
-        return train(settings, *arguments)
-
-    monkeypatch.setattr(run_module, "_train_and_score", record_training)
+def test_training_is_done_once_and_its_log_is_the_result(root, tmp_path, monkeypatch):
     settings = make_settings(root)
-    evaluator = make_evaluator(root)
-    first = run(settings, evaluator, tmp_path / "run")
-    assert first.score is not None
+    first = train(settings, tmp_path)
     assert first.updates == 4
-    assert len(first.query_scores) == NUM_QUERIES
-    assert first.seconds_per_update > 0.0
-    assert run(settings, evaluator, tmp_path / "run") == first
-    other_log = replace(settings, logging_steps=1, disable_tqdm=None)  # no part of the result
-    assert run(other_log, evaluator, tmp_path / "run") == first
-    assert len(trained) == 1
-    other_rate = run(replace(settings, learning_rate=1e-2), evaluator, tmp_path / "run")
-    assert other_rate.query_scores != first.query_scores
-    assert run(settings, evaluator, tmp_path / "run").query_scores == first.query_scores
-    assert len(trained) == 3
-    assert not list((tmp_path / "run").glob("**/*.safetensors"))
+    assert first.rates == pytest.approx([1e-3, 7.5e-4, 5e-4, 2.5e-4])
+    assert first.seconds > 0.0
+    assert (tmp_path / "training" / "model.safetensors").is_file()
+    monkeypatch.setattr(run_module, "train_and_save", lambda *_, **__: pytest.fail("trained again"))
+    assert train(settings, tmp_path) == first
 
 
-def test_measured_speed_is_that_of_a_whole_update(root, tmp_path, monkeypatch):
-    """One of the sixteen micro-batches of an update is measured."""
-    settings = make_settings(
-        root, per_device_train_batch_size=1, total_train_batch_size=16, learning_rate=1e-3
-    )
-    measured = []
-    train = run_module._train
-
-    def record_training(settings: Settings, *arguments: Any) -> Any:
-        measured.append((settings.gradient_accumulation_steps, settings.max_steps))
-        clock = train(settings, *arguments)
-        clock.seconds = [100.0, 1.0, 3.0]
-        return clock
-
-    monkeypatch.setattr(run_module, "_train", record_training)
-    assert measure_speed(settings, tmp_path / "speed") == 32.0
-    assert measured == [(1, 3)]
-    assert not (tmp_path / "speed").exists()
-
-
-def test_error_is_the_result_only_if_it_may_be(root, tmp_path):
-    settings = make_settings(root, train_data=[str(root / "nowhere.jsonl")])
-    with pytest.raises(UserError, match="nowhere"):
-        run(settings, make_evaluator(root), tmp_path / "run")
-    result = run(settings, make_evaluator(root), tmp_path / "run", keeps_error=True)
-    assert "nowhere" in result.note
-
-
-def make_long_settings(root: Path) -> Settings:
-    """Return settings of a training with checkpoints."""
-    return make_settings(
-        root,
-        max_steps=40,
-        dropout=0.1,
-        eval_data=str(root / "dev"),
-        eval_split="test",
-        eval_strategy="steps",
-        eval_steps=10,
-        save_strategy="steps",
-        save_steps=10,
-    )
-
-
-@pytest.mark.long
-def test_training_that_was_killed_continues_to_the_same_weights(root, tmp_path):
-    settings = make_long_settings(root)
-    whole = run_and_keep(settings, tmp_path / "whole")
-    (tmp_path / "config.yaml").write_text(to_yaml(settings))
-    program = (
-        "import sys; from pathlib import Path\n"
-        "from contaccum.experiments.run import run_and_keep\n"
-        "from contaccum.settings import Settings, read, replace\n"
-        "run_and_keep(replace(Settings(), **read([sys.argv[1]])), Path(sys.argv[2]))\n"
-    )
-    killed = tmp_path / "killed"
-    command = [sys.executable, "-c", program, str(tmp_path / "config.yaml"), str(killed)]
-    process = subprocess.Popen(command, env=dict(os.environ), stderr=subprocess.DEVNULL)
-    while process.poll() is None and not (killed / "checkpoint-20" / "contaccum.json").is_file():
-        time.sleep(0.01)
-    process.kill()
-    assert process.wait() == -signal.SIGKILL
-    assert (killed / "identity.json").is_file()
-    assert not (killed / "result.json").is_file()
-    continued = run_and_keep(settings, killed)
-    assert (continued.score, continued.updates) == (whole.score, whole.updates)
-    weights = [(tmp_path / name / "model.safetensors").read_bytes() for name in ("whole", "killed")]
+def test_training_by_the_clock_is_repeated_by_its_rates(root, tmp_path):
+    first = train(make_settings(root), tmp_path / "first", seconds=1e6)
+    assert first.updates == 4
+    train(make_settings(root, max_steps=-1, learning_rates=first.rates), tmp_path / "again")
+    weights = []
+    for name in ("first", "again"):
+        weights.append((tmp_path / name / "training" / "model.safetensors").read_bytes())
     assert weights[0] == weights[1]
-    assert not list(killed.glob("checkpoint-*"))
+
+
+def test_training_that_was_stopped_continues_to_the_same_weights(
+    root, tmp_path, monkeypatch, capsys
+):
+    settings = make_settings(root, dropout=0.1)
+    train(settings, tmp_path / "whole")
+
+    def stop(self: Any, args: Any, state: Any, *_: Any, **__: Any) -> None:
+        if state.global_step == 1:
+            signal.raise_signal(signal.SIGINT)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(log.UpdateLogCallback, "on_step_begin", stop)
+        with pytest.raises(SystemExit) as end:
+            train(settings, tmp_path / "stopped")
+    assert end.value.code == 130
+    output = tmp_path / "stopped" / "training"
+    line = f"stopped; saved {output}/checkpoint-2. Start the same command again to continue"
+    assert capsys.readouterr().out.endswith(f"{line}\n")
+    assert train(settings, tmp_path / "stopped").updates == 4
+    weights = []
+    for name in ("whole", "stopped"):
+        weights.append((tmp_path / name / "training" / "model.safetensors").read_bytes())
+    assert weights[0] == weights[1]
+    assert not list(output.glob("checkpoint-*"))
+
+
+@pytest.mark.parametrize(
+    ("changes", "num_updates"),
+    [({"max_steps": 5}, 5), ({"max_steps": -1, "num_train_epochs": 2.5}, 8)],
+)
+def test_updates_are_counted(root, changes, num_updates):
+    """24 rows in updates of 8 pairs are three updates per epoch."""
+    settings = make_settings(root, total_train_batch_size=8, **changes)
+    args = ContAccumTrainingArguments.from_settings(settings)
+    assert count_updates(load_data(settings).dataset, args) == num_updates

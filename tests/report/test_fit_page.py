@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import re
 from pathlib import Path
@@ -9,55 +10,51 @@ from typing import Any
 
 import pytest
 
-from contaccum.experiments.tune import Choice
-from contaccum.experiments.verdict import compute_verdict, warn_of_disagreement, warn_of_test
-from contaccum.report.fit_page import build_fit_page, join_title_and_text, make_trials_panel
+from contaccum.experiments.candidates import Candidate
+from contaccum.experiments.verdict import Verdict, compute_verdict, warn_of_test
+from contaccum.report.fit_page import build_fit_page, join_title_and_text, make_ladder_panel
 
 SCRIPT = "<script>alert(1)</script>"
 
 
-def make_record(base: float, trained: float) -> dict[str, Any]:
+def compute_verdict_of(free: dict[str, float], chosen: dict[str, float], **columns: Any) -> Verdict:
+    """Compute the verdict of two searches; each query is a group unless ``group`` is given."""
+    scores = {"free": free, "chosen": chosen, "bm25": dict.fromkeys(free, 0.5)}
+    scores |= {"group": {query: query for query in free}, **columns}
+    names = ("a model with BM25", "query tower at 0.01, 9 updates")
+    return compute_verdict(scores, ("free", "chosen"), names, list(free))
+
+
+def make_record(free: float, chosen: float) -> dict[str, Any]:
     """Make the record of `contaccum fit` for ten queries that all have the same score."""
     queries = [f"q{number}" for number in range(10)]
-    verdict = compute_verdict(
-        trained=dict.fromkeys(queries, trained),
-        base=dict.fromkeys(queries, base),
-        bm25=dict.fromkeys(queries, 0.5),
-        groups={query: query for query in queries},
-    )
+    verdict = compute_verdict_of(dict.fromkeys(queries, free), dict.fromkeys(queries, chosen))
     scores = []
-    for name, score in (("BM25", 0.5), ("a model (as it is)", base), ("trained", trained)):
+    for name, score in (("BM25", 0.5), ("a model with BM25", free), ("query tower", chosen)):
         scores.append(
             {"name": name, "dev": score, "NDCG@10": score, "MRR@10": score, "Recall@100": 1.0}
         )
     document = {"title": f"A title {SCRIPT}", "text": "word " * 200}
     change = {
         "query": f"a question {SCRIPT}",
-        "before": base,
-        "after": trained,
+        "before": free,
+        "after": chosen,
         "gold": [document],
         "top_before": [{"title": "", "text": "another", "is_gold": False}],
         "top_after": [{**document, "is_gold": True}],
     }
-    settings = {"method": "query_side", "learning_rate": 0.01}
-    trials = []
-    for number, (rate, score) in enumerate([(0.01, 0.7), (0.03, 0.6), (0.1, None)]):
-        trial_settings = {"method": "query_side", "learning_rate": rate}
-        trials.append(
-            {
-                "trial": number,
-                "settings": trial_settings,
-                "score": score,
-                "seconds": 1.0,
-                "updates": 9,
-                "note": "",
-            }
-        )
-    against_base = {"difference": 0.1, "low": 0.05, "high": 0.15, "changed_groups": 9}
+    candidates = [
+        Candidate("BM25", 0, "bm25", 1.0, make_scores(0.5), {}, 6.0),
+        Candidate("a model", 0, "base", 0.3, make_scores(0.6), make_scores(0.55), 12.0),
+        Candidate("linear map, ridge 1", 1, "map", 0.2, make_scores(0.65), make_scores(0.6), 18.0),
+        Candidate(f"tower {SCRIPT}", 2, "trained", 0.1, make_scores(0.7), make_scores(0.68), 60.0),
+    ]
+    rows = [{**dataclasses.asdict(row), "number": n} for n, row in enumerate(candidates)]
+    rows[3]["settings"] = {"method": "query_side", "learning_rate": 0.01}
     return {
         "verdict": verdict.record(),
         "verdicts": {"new": verdict.record()},
-        "production": {"line": "with BM25 beside the vectors: 0.5 -> 0.7"},
+        "lines": ["the vectors alone: 0.5 -> 0.7"],
         "warnings": ["take this with care"],
         "model": "a model",
         "data": {"path": "https://user:hunter2secret@host/pairs.csv", "corpus": None},
@@ -69,18 +66,13 @@ def make_record(base: float, trained: float) -> dict[str, Any]:
             "documents": {"train": 80, "dev": 90, "test": 90},
         },
         "scores": scores,
-        "curve": [],
-        "choice": {
-            "settings": settings,
-            "trial": 0,
-            "score": 0.7,
-            "against_base": against_base,
-            "warnings": [],
-        },
-        "trials": trials,
+        "candidates": rows,
+        "free": 1,
+        "chosen": 3,
+        "recommended": 3,
+        "bm25_weight": 0.1,
         "changes": {"gained": [change], "lost": [], "num_gained": 10, "num_lost": 0, "num_same": 0},
-        "settings": {"model": "a model", "learning_rate": 0.01},
-        "seconds": {"search": 10.0, "total": 20.0},
+        "seconds": {"candidates": 10.0, "total": 20.0},
         "budget_seconds": 60.0,
         "made_with": {
             "versions": {"python": "3.11"},
@@ -88,6 +80,10 @@ def make_record(base: float, trained: float) -> dict[str, Any]:
             "time": "2026-01-01T00:00:00+00:00",
         },
     }
+
+
+def make_scores(score: float) -> dict[str, float]:
+    return {"all": score, "mean": score}
 
 
 def build_page_of_record(folder: Path, record: dict[str, Any]) -> str:
@@ -100,19 +96,31 @@ def test_the_verdict_comes_first_and_the_other_parts_follow(tmp_path):
     body = page[page.index("<body>") :]
     order = [
         "BETTER",
+        "the vectors alone",
         "take this with care",
         "<h2>Scores",
         "gained most",
         "lost most",
-        "Trials",
+        "The candidates",
         "Load and serve",
     ]
     positions = [body.index(text) for text in order]
     assert positions == sorted(positions)
     assert "0.600" in body
-    assert "(chosen)" in body
+    assert "3 (chosen)" in body
+    assert "--bm25_weight 0.1" in body
+    assert "contaccum train" in body
     assert "an index that was built with that model stays valid" in " ".join(body.split())
-    assert "<h2>Training" not in body  # there are no logs
+
+
+def test_the_page_serves_what_is_recommended(tmp_path):
+    """The base model after LEVEL; and BM25 alone, whose vectors have no score."""
+    record = make_record(0.4, 0.4)
+    record |= {"recommended": 1, "chosen": 0, "bm25_weight": 0.3}
+    body = build_page_of_record(tmp_path, record)
+    assert "--bm25_weight 0.3" in body
+    assert "0 (chosen)" in body
+    assert "contaccum train" not in body  # BM25 has no training
 
 
 def test_texts_are_escaped_and_credentials_are_not_shown(tmp_path):
@@ -124,50 +132,31 @@ def test_texts_are_escaped_and_credentials_are_not_shown(tmp_path):
     assert not re.search(r"(?:src|href)=[\"']?http", page)
 
 
-@pytest.mark.parametrize(("trained", "word"), [(0.4, "LEVEL"), (0.2, "WORSE")])
-def test_the_page_advises_to_keep_the_base_model_unless_the_trained_is_better(
-    tmp_path, trained, word
+@pytest.mark.parametrize(("chosen", "word"), [(0.4, "LEVEL"), (0.2, "WORSE")])
+def test_the_page_advises_to_keep_the_best_free_search_unless_training_has_paid(
+    tmp_path, chosen, word
 ):
-    page = build_page_of_record(tmp_path, make_record(0.4, trained))
+    page = build_page_of_record(tmp_path, make_record(0.4, chosen))
     assert f"<strong>{word}</strong>" in page
-    assert "keep the base model." in page
+    assert "keep a model with BM25." in page
 
 
-def test_the_page_has_the_curves_of_the_training_logs(tmp_path):
-    (tmp_path / "model").mkdir()
-    lines = [{"update": update, "loss": 1.0 / update, "learning_rate": 0.1} for update in (1, 2, 3)]
-    text = "".join(json.dumps(line) + "\n" for line in lines)
-    cut_line = '{"update": 4, "lo'  # a killed process leaves an incomplete line
-    (tmp_path / "model" / "train_log.jsonl").write_text(text + cut_line)
-    record = {**make_record(0.4, 0.6), "curve": [[0.5, 0.6], [1.0, 0.7]]}
-    page = build_page_of_record(tmp_path, record)
-    assert "<h2>Training" in page
-    captions = re.findall("<figcaption>(.*?)</figcaption>", page)
-    assert captions == [
-        "nDCG@10 on dev by learning rate",
-        "loss",
-        "learning_rate",
-        "nDCG@10 on test",
-    ]
+def test_the_chart_is_the_ladder(tmp_path):
+    """Scores on dev by minutes, with a colour for each rung."""
+    panel = make_ladder_panel(make_record(0.4, 0.6))
+    assert panel.lines == {
+        "no training": [(0.1, 0.5), (0.2, 0.6)],
+        "linear map": [(0.3, 0.65)],
+        "query tower": [(1.0, 0.7)],
+        "chosen": [(1.0, 0.7)],
+    }
+    page = build_page_of_record(tmp_path, make_record(0.4, 0.6))
+    assert re.findall("<figcaption>(.*?)</figcaption>", page) == ["nDCG@10 on dev by minutes"]
     ids = re.findall(r'\bid="([^"]+)"', page)
     assert ids
     assert len(ids) == len(set(ids))
     assert "currentColor" in page
     assert "<metadata" not in page
-
-
-def test_the_plot_of_trials_has_each_method_the_base_model_and_the_choice():
-    panel = make_trials_panel(make_record(0.4, 0.6))
-    assert panel is not None
-    assert panel.lines == {
-        "query_side": [(0.01, 0.7), (0.03, 0.6)],
-        "the model as it is": [(0.01, 0.4), (0.03, 0.4)],
-        "chosen": [(0.01, 0.7)],
-    }
-    without_rates = make_record(0.4, 0.6)
-    for trial in without_rates["trials"]:
-        del trial["settings"]["learning_rate"]
-    assert make_trials_panel(without_rates) is None
 
 
 def test_a_title_is_a_sentence_before_the_text():
@@ -176,33 +165,40 @@ def test_a_title_is_a_sentence_before_the_text():
     assert join_title_and_text({"title": "", "text": "falls"}) == "falls"
 
 
-def test_the_interval_decides_the_verdict_and_disagreements_are_warned_of():
+def test_the_interval_decides_the_verdict_and_a_better_bm25_is_warned_of():
     queries = [f"q{number}" for number in range(40)]
-    base = dict.fromkeys(queries, 0.5)
+    free = dict.fromkeys(queries, 0.5)
     noisy = {query: 0.5 + (0.3 if number % 2 else -0.3) for number, query in enumerate(queries)}
-    groups = {query: query for query in queries}
-    verdict = compute_verdict(noisy, base, dict.fromkeys(queries, 0.9), groups)
+    verdict = compute_verdict_of(free, noisy, bm25=dict.fromkeys(queries, 0.9))
     assert verdict.word == "LEVEL"
     assert verdict.low < 0.0 < verdict.high
-    choice = Choice(
-        {}, 0, 0.6, {"difference": 0.1, "low": 0.05, "high": 0.15, "changed_groups": 9}, []
-    )
-    [disagreement] = warn_of_disagreement(verdict, choice)
-    assert disagreement.startswith("dev and test disagree: +0.100 on dev")
     [warning] = warn_of_test(verdict)
-    assert warning.startswith("BM25 scores 0.900, more than the trained model")
-    trained = {query: score + 0.2 for query, score in base.items()}
-    better = compute_verdict(trained, base, base, groups)
+    assert warning.startswith("BM25 alone scores 0.900 on test")
+    better = compute_verdict_of(free, {query: score + 0.2 for query, score in free.items()})
     assert better.word == "BETTER"
-    assert warn_of_disagreement(better, choice) + warn_of_test(better) == []
+    assert warn_of_test(better) == []
 
 
 def test_queries_about_few_passages_are_counted_and_warned_of():
     queries = [f"q{number}" for number in range(40)]
-    base = dict.fromkeys(queries, 0.5)
-    trained = dict.fromkeys(queries, 0.7)
     groups = {query: number // 5 for number, query in enumerate(queries)}
-    verdict = compute_verdict(trained, base, base, groups)
+    verdict = compute_verdict_of(
+        dict.fromkeys(queries, 0.5), dict.fromkeys(queries, 0.7), group=groups
+    )
     assert "on 40 held-out queries of 8 passages (" in str(verdict)
     [warning] = warn_of_test(verdict)
     assert "only 8 different passages" in warning
+
+
+def test_the_verdict_names_both_searches_and_what_to_keep():
+    queries = [f"q{number}" for number in range(40)]
+    worse = compute_verdict_of(dict.fromkeys(queries, 0.7), dict.fromkeys(queries, 0.5))
+    assert str(worse).startswith("WORSE: nDCG@10 0.700 -> 0.500 on 40 held-out queries")
+    assert str(worse).endswith(
+        "; from a model with BM25 to query tower at 0.01, 9 updates; keep a model with BM25"
+    )
+    same = dataclasses.replace(worse, word="LEVEL", chosen_name=worse.free_name)
+    assert str(same) == (
+        "LEVEL: nothing that was trained is better on dev than a model with BM25, which has 0.700 "
+        "on 40 held-out queries: keep it"
+    )

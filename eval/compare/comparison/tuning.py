@@ -1,7 +1,7 @@
 """Tuning of one setting: the best value for each group, on dev data.
 
 Every group starts with the same values. While the best value of a group is the smallest or the
-largest one that was tried, one more value is tried beyond it; see `contaccum.experiments.ladder`.
+largest one that was tried, one more value is tried beyond it; see `comparison.ladder`.
 The next values depend only on the scores, so the same command tries the same values again. The data
 on which the final runs are scored are not used here.
 """
@@ -12,12 +12,12 @@ from collections.abc import Callable, Mapping, Sequence
 from statistics import fmean
 from typing import Any, NamedTuple
 
+from comparison.ladder import find_best_value, next_values
 from comparison.plan import Group, add_setting, is_tunable, refuse_reserved_keys
 from comparison.report import MAIN_METRIC, average_by_query
 from comparison.run import Results
 from contaccum.errors import ConfigError
 from contaccum.evaluation.metrics import sign_flip_test
-from contaccum.experiments.ladder import find_best_value, next_values
 
 
 class Ladder(NamedTuple):

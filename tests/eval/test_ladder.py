@@ -1,11 +1,15 @@
 """Ladders: values beyond an end are tried while it is the best; noisy scores are smoothed."""
 
+import sys
 from collections.abc import Callable, Sequence
 
 import numpy as np
 import pytest
+from programs import ROOT
 
-from contaccum.experiments.ladder import find_best_value, next_values, smooth
+sys.path.insert(0, str(ROOT / "eval" / "compare"))
+
+from comparison.ladder import find_best_value, next_values, smooth
 
 VALUES = (1e-4, 1.8e-4, 3.2e-4)
 

@@ -1,0 +1,819 @@
+"""The ladder of `contaccum fit`: ways to search, in the order of their cost, and the best of them.
+
+A candidate is a complete way to search: a model, and the weight of BM25 beside it that is best on
+dev. `Ladder.climb` makes the candidates rung by rung, until the time ends:
+
+    0  no training: BM25, the base model, both together
+    1  a linear map of the query vectors, in closed form
+    2  the query tower, trained against the vectors of all documents
+    3  both towers, in trainings of growing length, until dev shows no gain
+    4  both towers at other learning rates, a second stage, a gradient cache
+
+Each candidate is scored on dev as soon as it is there, and stays in a folder of its own. So the
+best one stands at every moment, and a later start of the same fit goes on from there.
+"""
+
+from __future__ import annotations
+
+import copy
+import dataclasses
+import itertools
+import math
+import shutil
+import statistics
+from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors.torch import load_file, save_file
+from torch.nn.functional import normalize
+
+from contaccum.data.beir import BeirDataset, load_beir_folder, read_split_queries
+from contaccum.data.records import read_records
+from contaccum.data.rows import RecordReport
+from contaccum.data.split import CORPUS_FILE, TRAIN_FILE, write_part
+from contaccum.encoders.dual_encoder import DualEncoder
+from contaccum.encoders.linear_map import append_linear_map, solve_linear_map
+from contaccum.encoders.loading import model_name
+from contaccum.evaluation.evaluator import RetrievalEvaluator
+from contaccum.evaluation.results import Run
+from contaccum.experiments.proposed import explain_no_query_side, make_settings
+from contaccum.experiments.run import (
+    RESULT_FILE,
+    TRAINING_FOLDER,
+    Job,
+    count_updates,
+    on_first_rank,
+    once,
+    train,
+)
+from contaccum.files import atomic_folder
+from contaccum.merging import merge_models
+from contaccum.retrieval.bm25 import FUSION_DEPTH, fuse_runs
+from contaccum.retrieval.documents import StoreDocuments
+from contaccum.retrieval.encode import CorpusEncoder, encode_texts, model_fingerprint
+from contaccum.retrieval.store import EmbeddingStore
+from contaccum.settings import Settings, replace, to_dict
+from contaccum.training.arguments import ContAccumTrainingArguments
+from contaccum.training.passage_store import USELESS_SHARE_OF_BM25
+from contaccum.training.proposal import compute_start_rate, read_width
+from contaccum.training.setup import load_data, make_second_stage
+
+METRIC = "ndcg@10"
+"""The metric by which candidates are scored."""
+MEAN = "mean"
+"""The key of the mean over the kinds of documents, by which candidates are compared."""
+FREE, LINEAR_MAP, QUERY_TOWER, BOTH_TOWERS, FURTHER = range(5)
+"""The rungs."""
+
+BM25_WEIGHTS = tuple(round(0.1 * step, 1) for step in range(10))
+"""The weights of BM25 that are tried beside a model; the smallest of the best is chosen."""
+RIDGES = (1.0, 3.0, 10.0, 30.0, 100.0)
+BLENDS = (0.5, 0.75)
+"""The shares of a trained model in its averages with the base model."""
+MAP_FILE = "map.safetensors"
+STORE_FOLDER = "store"
+RATE_FACTOR = 3.0
+QUERY_TOWER_EPOCHS = 3
+FIRST_LENGTH = 16
+"""The number of updates of the first training of both towers; each further one has twice that."""
+MAX_TRIALS_WITHOUT_GAIN = 2
+LARGEST_LOSS = 0.01
+"""A candidate may be so much worse than the best search without training on a kind of documents."""
+SMALL_GAIN = 0.002
+"""A candidate of a higher rung must be better by more than this: less is noise."""
+MAX_POOL = 2000
+"""A dev corpus with more documents is reduced to a pool for models that must encode it anew."""
+MAX_MAP_PAIRS = 20_000
+MAX_EPOCHS = 20
+"""The largest number of epochs of a training whose length dev decides."""
+
+_POOL_DEPTH = 10  # top documents of each query in a run; nDCG@10 depends on no others
+_LEAST_SECONDS = 5.0  # for the updates of a training
+_CHEAP_SHARE = 0.2  # of the time left; another rate is tried if the last training took less
+_RESERVE_FACTOR = 1.2  # of the time to encode documents after a training; machines are noisy
+_ROWS_PER_SHARD = 2000  # of a store; a killed process loses at most one shard
+
+Scores = dict[str, float]
+"""{kind of documents, `MEAN`, or the name of a guard: nDCG@10}."""
+
+
+@dataclass(frozen=True)
+class Candidate:
+    """A complete way to search.
+
+    Attributes:
+        name: the name that is printed.
+        rung: the rung of the ladder.
+        system: "bm25" alone, the "base" model, a "map" of its query vectors, or a "trained" model.
+        bm25_weight: the weight of BM25 beside the vectors.
+        scores: scores on dev, of the vectors and BM25 together.
+        vectors: scores on dev of the vectors alone.
+        seconds: the time of the fit when the candidate was there.
+        folder: the name of the folder with its map or its model; several candidates may share it.
+        settings: {name: value} of the training.
+        updates, training_seconds: the number of updates of the training, and their time.
+        blend: the share of the trained weights; the others are those of the base model.
+        ridge: see `solve_linear_map`.
+        number: the number in the order of the ladder, as it is printed.
+    """
+
+    name: str
+    rung: int
+    system: str
+    bm25_weight: float = 0.0
+    scores: Scores = field(default_factory=dict)
+    vectors: Scores = field(default_factory=dict)
+    seconds: float = 0.0
+    folder: str = ""
+    settings: dict[str, Any] = field(default_factory=dict)
+    updates: int = 0
+    training_seconds: float = 0.0
+    blend: float = 1.0
+    ridge: float | None = None
+    number: int = 0
+
+    @property
+    def score(self) -> float:
+        """The score on dev by which candidates are compared."""
+        return self.scores[MEAN]
+
+    def describe(self) -> str:
+        """Return the name, with the weight of BM25 if there is one."""
+        if self.system == "bm25" or self.bm25_weight == 0:
+            return self.name
+        return f"{self.name} with BM25"
+
+
+def choose(candidates: Sequence[Candidate], free: Candidate) -> Candidate:
+    """Return the candidate with the best score on dev, or a cheaper one that is hardly worse.
+
+    Args:
+        free: the best search without training. A candidate that loses more than `LARGEST_LOSS`
+            against it on a kind of documents, or on a guard, is not chosen.
+    """
+    allowed = [free]
+    for candidate in candidates:
+        losses = [free.scores[kind] - score for kind, score in candidate.scores.items()]
+        if max(losses) <= LARGEST_LOSS:
+            allowed.append(candidate)
+    best_score = max(candidate.score for candidate in allowed)
+    nearly_best = [each for each in allowed if each.score >= best_score - SMALL_GAIN]
+    # From `BOTH_TOWERS` on, all candidates need a new index, and cost the same.
+    return min(nearly_best, key=lambda each: (min(each.rung, BOTH_TOWERS), -each.score))
+
+
+class DevSet:
+    """Dev queries among some documents, with the scores of a search by kind of documents.
+
+    Args:
+        dataset: queries, judgements and documents.
+        kinds: {kind of documents: ids of its queries}.
+        documents: vectors of documents by the base model; None: each search encodes them.
+        has_bm25: False: nothing is searched with BM25 beside the vectors.
+    """
+
+    def __init__(
+        self,
+        dataset: BeirDataset,
+        kinds: Mapping[str, Collection[str]],
+        documents: StoreDocuments | None,
+        batch_size: int,
+        has_bm25: bool,
+    ) -> None:
+        self.dataset = dataset
+        # BM25 is added to so many of the best documents.
+        metrics = [METRIC, f"recall@{FUSION_DEPTH}"]
+        self.evaluator = RetrievalEvaluator(dataset, metrics, batch_size)
+        self.evaluator.documents = documents
+        self.bm25_run = self.evaluator.search_bm25()
+        self._kinds = kinds
+        self._weights = BM25_WEIGHTS if has_bm25 else (0.0,)
+
+    def score(self, run: Run) -> Scores:
+        """Return the scores of a run by kind of documents, and their mean."""
+        self.evaluator.score_run(run)
+        query_scores = self.evaluator.query_scores
+        scores = {}
+        for kind, queries in self._kinds.items():
+            scores[kind] = statistics.fmean(query_scores[query] for query in queries)
+        return {**scores, MEAN: statistics.fmean(scores.values())}
+
+    def weigh(self, run: Run) -> dict[str, Any]:
+        """Return the best weight of BM25 beside a run, and the scores with and without it."""
+        best: dict[str, Any] = {}
+        for weight in self._weights:
+            scores = self.score(fuse_runs(run, self.bm25_run, weight))
+            if not best or scores[MEAN] > best["scores"][MEAN]:
+                best = {"bm25_weight": weight, "scores": scores}
+        return {**best, "vectors": self.score(run)}
+
+
+def read_kinds(dev: Path) -> dict[str, list[str]]:
+    """Return {kind of documents: ids of its dev queries}; a single kind is called "all"."""
+    queries = read_split_queries(dev, "test", RecordReport())
+    known: Collection[str] = ()
+    if (dev / "qrels" / "known.tsv").is_file():
+        known = read_split_queries(dev, "known", RecordReport())
+    kinds: dict[str, list[str]] = {"new": [], "known": []}
+    for query in queries:
+        kinds["known" if query in known else "new"].append(query)
+    if not (kinds["new"] and kinds["known"]):
+        return {"all": list(queries)}
+    return kinds
+
+
+def write_linear_maps(
+    base: DualEncoder,
+    train_file: Path,
+    documents: StoreDocuments,
+    ridges: Sequence[float],
+    batch_size: int,
+    folder: Path,
+) -> None:
+    """Write W of `solve_linear_map` for the training pairs and each ridge to `MAP_FILE`.
+
+    The vectors are L2-normalised if documents are compared by cosine. Of more than `MAX_MAP_PAIRS`
+    pairs, the first ones are used.
+
+    Args:
+        documents: the passages' vectors by the base model.
+    """
+    queries: list[str] = []
+    passages: list[str] = []
+    for record in read_records(train_file):
+        for passage in record.positives:
+            queries.append(record.query)
+            passages.append(passage)
+        if len(queries) >= MAX_MAP_PAIRS:
+            break
+    has_vector, passage_vectors = documents.find_embeddings(passages)
+    query_vectors = encode_texts(base, queries, "query", batch_size)[has_vector]
+    x, p = torch.from_numpy(query_vectors).double(), torch.from_numpy(passage_vectors).double()
+    if documents.similarity == "cos":
+        x, p = normalize(x), normalize(p)
+    maps = {f"{ridge:g}": solve_linear_map(x, p, ridge).contiguous() for ridge in ridges}
+    save_file(maps, folder / MAP_FILE)
+
+
+def encode_corpus(
+    job: Job, encoder: DualEncoder, name: str, corpus: Path, store: Path
+) -> CorpusEncoder:
+    """Write the vectors of a corpus to a store; return the encoder with its counts."""
+    corpus_encoder = CorpusEncoder(
+        encoder, name, corpus, store, batch_size=job.batch_size, shard_size=_ROWS_PER_SHARD
+    )
+    corpus_encoder.encode(show_progress=not job.args.disable_tqdm)
+    return corpus_encoder
+
+
+def load_trained(folder: Path, base: DualEncoder) -> DualEncoder:
+    """Load a model that was trained from the base model, on the same device.
+
+    Code that comes with the model is trusted if that of the base model is.
+    """
+    return DualEncoder.from_pretrained(
+        str(folder), device=str(base.device), trust_remote_code=base.trust_remote_code
+    )
+
+
+def load_candidate(candidate: Candidate, base: DualEncoder, folder: Path) -> DualEncoder:
+    """Return the model of a candidate; that of BM25 is the base model.
+
+    Args:
+        folder: the folder with its map or its model.
+    """
+    if candidate.system == "map":
+        model = copy.deepcopy(base)
+        weights = load_file(folder / MAP_FILE)[f"{candidate.ridge:g}"]
+        append_linear_map(model, candidate.blend * weights)
+        return model
+    if candidate.system == "trained":
+        return merge_models(base, load_trained(folder / TRAINING_FOLDER, base), candidate.blend)
+    return base
+
+
+def search_with(
+    candidate: Candidate, base: DualEncoder, folder: Path, evaluator: RetrievalEvaluator
+) -> Run:
+    """Search with the vectors of a candidate, or with BM25 alone.
+
+    Its model encodes only documents whose vectors neither the base model nor an earlier search has
+    left.
+
+    Args:
+        folder: the folder with its map or its model.
+        evaluator: its ``documents`` are the documents' vectors by the base model.
+    """
+    if candidate.system == "bm25":
+        return evaluator.search_bm25()
+    model = load_candidate(candidate, base, folder)
+    base_documents = evaluator.documents
+    if model_fingerprint(model, "document") != model_fingerprint(base, "document"):
+        evaluator.documents = None  # the search then encodes the documents with its model
+        store = folder / STORE_FOLDER
+        if candidate.blend == 1.0 and store.is_dir():
+            evaluator.documents = StoreDocuments(EmbeddingStore.open(store))
+    try:
+        return evaluator.search(model)
+    finally:
+        evaluator.documents = base_documents
+
+
+class Ladder:
+    """The candidates of a fit, and what scoring one needs.
+
+    All processes make it and call its methods together. The first one encodes and scores.
+
+    Args:
+        job: the fit.
+        base: the base model.
+        base_settings: settings of both towers' training, from which those of other methods follow.
+        documents: vectors of all documents by the base model; on the first process.
+        seconds_per_document: the time in which the base model encodes one.
+        num_documents: {part of the split: its number of documents}.
+        has_bm25: False: search with vectors alone.
+        ends_at: the seconds of the budget after which the ladder ends.
+        guards: {name: other data}, on which a candidate must not lose more than `LARGEST_LOSS`.
+    """
+
+    def __init__(
+        self,
+        job: Job,
+        base: DualEncoder,
+        base_settings: Settings,
+        documents: StoreDocuments | None,
+        seconds_per_document: float,
+        num_documents: Mapping[str, int],
+        has_bm25: bool,
+        ends_at: float,
+        guards: Mapping[str, BeirDataset],
+    ) -> None:
+        self.job = job
+        self.base = base
+        self.settings = base_settings
+        self.candidates: list[Candidate] = []
+        self.documents = documents
+        self._seconds_per_document = seconds_per_document
+        self._num_documents = num_documents
+        self._has_bm25 = has_bm25
+        self._has_one_tower = job.given.get("towers") == "one"
+        self._ends_at = ends_at
+        self._folder = job.folder / "candidates"
+        self._dev_folder = job.data / "dev"
+        self._kinds = read_kinds(self._dev_folder)
+        self._dev: DevSet | None = None
+        self._pool: DevSet | None = None
+        self._guards: dict[str, DevSet] = {}
+        if documents is not None:
+            self._dev = self._load_dev(self._dev_folder)
+            self._pool = self._dev
+            for name, guard in guards.items():
+                kinds = {"all": list(guard.queries)}
+                self._guards[name] = DevSet(guard, kinds, documents, job.batch_size, has_bm25)
+        self._num_guard_documents = sum(len(dataset.corpus) for dataset in guards.values())
+        self._width = read_width(self.settings.model)
+        self._has_fixed_length = bool({"max_steps", "num_train_epochs"} & job.given.keys())
+
+    # Time, choice and scores ----------------------------------------------------------------------
+
+    def left(self) -> float:
+        """Return the seconds that are left for the ladder; the same on all processes."""
+        return self._ends_at - self.job.budget.used()
+
+    @property
+    def base_candidate(self) -> Candidate:
+        """The base model with its best weight of BM25."""
+        return self.candidates[1]
+
+    @property
+    def free(self) -> Candidate:
+        """The best search without training."""
+        free = [each for each in self.candidates if each.rung == FREE]
+        if not self._has_bm25:
+            free = [each for each in free if each.system != "bm25"]
+        return max(free, key=lambda each: each.score)
+
+    def get_best(self) -> Candidate:
+        """Return the chosen candidate so far; see `choose`. All processes call it together.
+
+        Candidates of the lower rungs are compared among all documents of dev. The best of them is
+        compared with those of the upper rungs among the documents of the pool.
+        """
+        lower = [each for each in self.candidates if FREE < each.rung <= QUERY_TOWER]
+        upper = [each for each in self.candidates if each.rung > QUERY_TOWER]
+        free = self.free
+        best = choose(lower, free)
+        if not upper:
+            return best
+        chosen = choose([self._score_on_pool(best), *upper], self._score_on_pool(free))
+        return self.candidates[chosen.number]
+
+    def get_folder(self, candidate: Candidate) -> Path:
+        """Return the folder with the map or the model of a candidate."""
+        return self._folder / candidate.folder
+
+    def _load_dev(self, folder: Path) -> DevSet:
+        dataset = load_beir_folder(folder, "test")
+        return DevSet(dataset, self._kinds, self.documents, self.job.batch_size, self._has_bm25)
+
+    def _score_on_pool(self, candidate: Candidate) -> Candidate:
+        """Return a candidate with its scores among the documents of the pool."""
+
+        def work() -> dict[str, Any]:
+            assert self._pool is not None
+            return {"scores": self._score_search(candidate, self._pool)}
+
+        if on_first_rank(lambda: self._pool is self._dev):  # dev has few documents
+            return candidate
+        folder = self._folder / "pool" / candidate.name.replace("/", "-")
+        scores = once(folder, self.job.request, work)["scores"]
+        return dataclasses.replace(candidate, scores={**candidate.scores, **scores})
+
+    def _add(self, name: str, work: Callable[[Path], list[dict[str, Any]]]) -> list[Candidate]:
+        """Do the work of a folder once, and add its candidates; print the best one of them.
+
+        Args:
+            name: the name of the folder.
+            work: returns the candidates, as JSON; all processes call it with the folder.
+        """
+        folder = self._folder / name
+
+        def work_once() -> dict[str, Any]:
+            return {"candidates": work(folder)}
+
+        found = once(folder, self.job.request, work_once, all_ranks=True)
+        added = []
+        for row in found["candidates"]:
+            added.append(Candidate(**{**row, "number": len(self.candidates)}))
+            self.candidates.append(added[-1])
+        shown = max(added, key=lambda each: each.score)
+        best = self.get_best()
+        self.job.print_line(
+            f"{shown.number}. {shown.describe()}: {shown.score:.3f} on dev (best "
+            f"{best.number}. {best.describe()}), {shown.seconds / 60:.1f} minutes used"
+        )
+        return added
+
+    def _is_done(self, name: str) -> bool:
+        return on_first_rank((self._folder / name / RESULT_FILE).is_file)
+
+    def _search(self, dev: DevSet, candidate: Candidate) -> Run:
+        return search_with(candidate, self.base, self.get_folder(candidate), dev.evaluator)
+
+    def _score(self, candidate: Candidate, dev: DevSet | None) -> dict[str, Any]:
+        """Return a candidate with its scores on dev, as JSON; on the first process."""
+        assert dev is not None
+        scored = dev.weigh(self._search(dev, candidate))
+        if candidate.system == "bm25":
+            scored |= {"bm25_weight": 1.0, "vectors": {}}
+        candidate = dataclasses.replace(candidate, **scored)
+        for name, guard in self._guards.items():
+            candidate.scores[f"guard {name}"] = self._score_search(candidate, guard)[MEAN]
+        seconds = round(self.job.budget.used_here(), 1)  # of this process, which is the first
+        return {**asdict(candidate), "seconds": seconds}
+
+    def _score_search(self, candidate: Candidate, dev: DevSet) -> Scores:
+        """Return the scores of a candidate with BM25 at its weight."""
+        run = self._search(dev, candidate)
+        return dev.score(fuse_runs(run, dev.bm25_run, candidate.bm25_weight))
+
+    # The rungs ------------------------------------------------------------------------------------
+
+    def climb(self) -> None:
+        """Make the candidates of all rungs for which there is time."""
+        self._search_without_training()
+        if not self._has_one_tower:
+            self._fit_linear_map()
+            self._train_query_tower()
+        self._train_both_towers()
+        self._train_further()
+
+    def _search_without_training(self) -> None:
+        def score() -> list[dict[str, Any]]:
+            bm25 = Candidate("BM25", FREE, "bm25")
+            base = Candidate(model_name(self.settings.model), FREE, "base")
+            return [self._score(bm25, self._dev), self._score(base, self._dev)]
+
+        bm25, base = self._add("free", lambda folder: on_first_rank(score))
+        self._is_base_weak = base.vectors[MEAN] < USELESS_SHARE_OF_BM25 * bm25.score
+
+    def _fit_linear_map(self) -> None:
+        name = "linear_map"
+        if not self._is_done(name) and self.left() <= 0:
+            return
+
+        def fit_and_score(folder: Path) -> list[dict[str, Any]]:
+            assert self.documents is not None
+            train_file = self.job.data / TRAIN_FILE
+            batch_size = self.job.batch_size
+            write_linear_maps(self.base, train_file, self.documents, RIDGES, batch_size, folder)
+            rows = []
+            for ridge in RIDGES:
+                shown = f"linear map, ridge {ridge:g}"
+                candidate = Candidate(shown, LINEAR_MAP, "map", folder=name, ridge=ridge)
+                rows.append(self._score(candidate, self._dev))
+            return rows
+
+        self._add(name, lambda folder: on_first_rank(lambda: fit_and_score(folder)))
+
+    def _train_query_tower(self) -> None:
+        reason = explain_no_query_side(self.settings, self.job.given)
+        if reason:
+            self.job.print_line(f"the query tower is not trained alone: {reason}")
+            return
+        first_rate = self._choose_rate("query_side")
+        rates = [first_rate]
+        if "learning_rate" not in self.job.given:
+            rates += [_round(RATE_FACTOR * first_rate), _round(first_rate / RATE_FACTOR)]
+        trained: list[Candidate] = []  # the best of each rate
+        for rate in rates:
+            name = f"query_tower-{rate:g}"
+            seconds = self.left()
+            if not self._is_done(name):
+                if seconds < _LEAST_SECONDS:
+                    return
+                if trained and trained[-1].training_seconds > _CHEAP_SHARE * seconds:
+                    return
+                if len(trained) > 1 and trained[1].score > trained[0].score:
+                    return  # a higher rate is better, so a lower one would be worse
+            settings = self._make_settings("query_side", learning_rate=rate)
+            num_updates = self._count_updates(settings, QUERY_TOWER_EPOCHS)
+            shown = f"query tower at {rate:g}"
+            added = self._train(
+                name, shown, QUERY_TOWER, settings, num_updates, seconds, (1.0, *BLENDS)
+            )
+            trained.append(max(added, key=lambda each: each.score))
+
+    def _train_both_towers(self) -> None:
+        method = self.job.given.get("method", "contaccum")
+        if method == "query_side":
+            return
+        self._make_pool()
+        settings = self._make_settings(method, learning_rate=self._choose_rate(method))
+        longest = self._count_updates(settings, MAX_EPOCHS)
+        length = longest if self._has_fixed_length else min(FIRST_LENGTH, longest)
+        trained: list[Candidate] = []
+        for number in itertools.count(1):
+            name = f"both_towers-{number}"
+            seconds = self._get_training_seconds()
+            num_updates = length
+            if not self._is_done(name):
+                if seconds < self._least_seconds:
+                    break
+                is_begun = on_first_rank((self._folder / name).is_dir)  # and goes on
+                if trained and not is_begun:
+                    last = trained[-1]
+                    affordable = int(seconds * last.updates / last.training_seconds)
+                    if affordable < length:
+                        break
+                    if affordable < 3 * length:
+                        # The next training would not fit, so this one takes all the time.
+                        num_updates = math.ceil(1.1 * affordable)
+            num_updates = min(num_updates, longest)
+            shown = f"both towers, {method}"
+            trained += self._train(name, shown, BOTH_TOWERS, settings, num_updates, seconds)
+            scores = [candidate.score for candidate in trained]
+            earlier = scores[:-MAX_TRIALS_WITHOUT_GAIN]
+            has_gain = not earlier or max(scores) > max(earlier)
+            if not has_gain or length == longest:
+                break
+            # The time may have made a training longer or shorter than was meant.
+            length = min(2 * max(candidate.updates for candidate in trained), longest)
+        self._blend_both_towers()
+
+    def _blend_both_towers(self) -> None:
+        """Average the best model with the base model, unless it is better on all kinds."""
+        upper = [each for each in self.candidates if each.rung == BOTH_TOWERS]
+        if not upper:
+            return
+        best = max(upper, key=lambda each: each.score)
+        name = f"{best.folder}-blends"
+        is_allowed = choose([best], self._score_on_pool(self.free)) is best
+        has_time = self._get_training_seconds() > len(BLENDS) * self._least_seconds
+        if not self._is_done(name) and (is_allowed or not has_time):
+            return
+
+        def score() -> list[dict[str, Any]]:
+            rows = []
+            for blend in BLENDS:
+                shown = best.name + _describe_blend(blend)
+                settings = {**best.settings, "blend": blend}
+                candidate = dataclasses.replace(best, name=shown, blend=blend, settings=settings)
+                rows.append(self._score(candidate, self._pool))
+            return rows
+
+        self._add(name, lambda folder: on_first_rank(score))
+
+    def _train_further(self) -> None:
+        upper = [each for each in self.candidates if each.rung == BOTH_TOWERS and each.blend == 1.0]
+        if not upper:
+            return
+        best = max(upper, key=lambda each: each.score)
+        method = replace(Settings(), **best.settings).method
+        tries = []
+        if "learning_rate" not in self.job.given:
+            for factor in (RATE_FACTOR, 1 / RATE_FACTOR):
+                rate = _round(factor * best.settings["learning_rate"])
+                tries.append((method, rate))
+        if "method" not in self.job.given:
+            tries.append(("grad_cache", best.settings["learning_rate"]))
+        without_gain = 0
+        for method, rate in tries:
+            name = f"{method}-{rate:g}"
+            seconds = self._get_training_seconds()
+            is_done = self._is_done(name)
+            if not is_done and seconds < max(self._least_seconds, 0.5 * best.training_seconds):
+                return
+            settings = self._make_settings(method, learning_rate=rate)
+            shown = f"both towers, {method} at {rate:g}"
+            [added] = self._train(name, shown, FURTHER, settings, best.updates, seconds)
+            without_gain = 0 if added.score > best.score else without_gain + 1
+            best = max(best, added, key=lambda each: each.score)
+            if without_gain == MAX_TRIALS_WITHOUT_GAIN:
+                return
+        if "method" not in self.job.given and not self._has_one_tower:
+            self._train_second_stage(best)
+
+    def _train_second_stage(self, first: Candidate) -> None:
+        """Train the query tower of a trained model against the documents that it encodes."""
+        name = f"{first.folder}-second_stage"
+        query_towers = [each for each in self.candidates if each.rung == QUERY_TOWER]
+        if not query_towers:
+            return
+        seconds = self._get_training_seconds()
+        needed = first.updates * query_towers[0].training_seconds / query_towers[0].updates
+        needed += self._num_documents["train"] * self._seconds_per_document
+        if not self._is_done(name) and seconds < needed:
+            return
+        corpus = str(self.job.data / CORPUS_FILE)
+        options = {**first.settings, "trust_remote_code": self.base.trust_remote_code}
+        two_stages = replace(Settings(), **options, second_stage=corpus)
+        first_folder = self.get_folder(first)
+        settings = make_second_stage(two_stages, str(first_folder / TRAINING_FOLDER))
+
+        def work(folder: Path) -> list[dict[str, Any]]:
+            trained = train(settings, folder)
+            candidate = Candidate(
+                f"{first.name}, second stage",
+                FURTHER,
+                "trained",
+                folder=name,
+                settings=to_dict(two_stages),
+                updates=first.updates + trained.updates,
+                training_seconds=first.training_seconds + trained.seconds,
+            )
+
+            def score() -> list[dict[str, Any]]:
+                # The documents' vectors are those of the first stage.
+                with atomic_folder(folder / STORE_FOLDER) as store:
+                    shutil.copytree(first_folder / STORE_FOLDER, store, dirs_exist_ok=True)
+                return [self._score(candidate, self._pool)]
+
+            return on_first_rank(score)
+
+        self._add(name, work)
+
+    # Parts of the rungs ---------------------------------------------------------------------------
+
+    def _train(
+        self,
+        name: str,
+        shown: str,
+        rung: int,
+        settings: Settings,
+        num_updates: int,
+        seconds: float,
+        blends: Sequence[float] = (1.0,),
+    ) -> list[Candidate]:
+        """Train in the folder ``name``, once, and score the model on dev.
+
+        Args:
+            shown: the first words of the candidate's name.
+            num_updates, seconds: the length of the training, and its time if that ends sooner.
+            blends: the shares of the trained weights in the models to score.
+        """
+
+        def work(folder: Path) -> list[dict[str, Any]]:
+            if self._has_fixed_length:
+                trained = train(settings, folder)
+                written = settings
+            else:
+                trained = train(replace(settings, max_steps=num_updates), folder, seconds)
+                written = replace(settings, learning_rates=trained.rates)
+            candidate = Candidate(
+                f"{shown}, {trained.updates} updates",
+                rung,
+                "trained",
+                folder=name,
+                settings=to_dict(written),
+                updates=trained.updates,
+                training_seconds=trained.seconds,
+            )
+
+            def score() -> list[dict[str, Any]]:
+                dev = self._dev if rung == QUERY_TOWER else self._pool
+                if rung != QUERY_TOWER:
+                    assert dev is not None
+                    encoder = load_candidate(candidate, self.base, folder)
+                    corpus = dev.dataset.path / CORPUS_FILE
+                    store = folder / STORE_FOLDER
+                    encode_corpus(self.job, encoder, shown, corpus, store)
+                rows = []
+                for blend in blends:
+                    blended = dataclasses.replace(
+                        candidate,
+                        name=candidate.name + _describe_blend(blend),
+                        blend=blend,
+                        settings={**candidate.settings, **({} if blend == 1 else {"blend": blend})},
+                    )
+                    rows.append(self._score(blended, dev))
+                return rows
+
+            return on_first_rank(score)
+
+        return self._add(name, work)
+
+    def _choose_rate(self, method: str) -> float:
+        given = self.job.given.get("learning_rate")
+        if given is not None:
+            return float(given)
+        has_adapter = self.settings.lora_r is not None
+        return compute_start_rate(method, self._width, has_adapter, self._is_base_weak)
+
+    def _make_settings(self, method: str, **changes: Any) -> Settings:
+        store = str(self.job.store)
+        return make_settings(self.settings, method, self.job.given, store, **changes)
+
+    def _count_updates(self, settings: Settings, num_epochs: float) -> int:
+        """Return the number of updates of so many epochs, or the number that the user has given."""
+        if not self._has_fixed_length:
+            settings = replace(settings, num_train_epochs=num_epochs)
+        args = ContAccumTrainingArguments.from_settings(settings)
+        return count_updates(load_data(settings).dataset, args)
+
+    def _get_training_seconds(self) -> float:
+        """Return the seconds that the updates of a training of both towers may take.
+
+        The trained model then encodes the documents of dev and test.
+        """
+        num_documents = max(self._num_pool_documents, self._num_documents["test"])
+        num_documents += self._num_guard_documents
+        return self.left() - _RESERVE_FACTOR * num_documents * self._seconds_per_document
+
+    def _make_pool(self) -> None:
+        """Reduce the documents of dev to those that the candidates so far find, if dev has many.
+
+        A model whose document tower is trained must encode them all. The best candidate has the
+        same nDCG@10 among them as among all documents.
+        """
+        folder = self._folder / "pool_data"
+        best = self.get_best()
+
+        def write_and_load() -> int:
+            dev = self._dev
+            assert dev is not None
+            if len(dev.dataset.corpus) > MAX_POOL:
+                if not folder.exists():
+                    run = self._search(dev, best)
+                    with_bm25 = fuse_runs(run, dev.bm25_run, best.bm25_weight)
+                    runs = [dev.bm25_run, dev.evaluator.search(self.base), run, with_bm25]
+                    with atomic_folder(folder) as new_folder:
+                        write_part(dev.dataset, pool_documents(dev.dataset, runs), new_folder)
+                self._pool = self._load_dev(folder)
+            assert self._pool is not None
+            return len(self._pool.dataset.corpus)
+
+        self._num_pool_documents = on_first_rank(write_and_load)
+        # As much time for the training as for the encoding that it causes, at least.
+        self._least_seconds = max(
+            _LEAST_SECONDS, self._num_pool_documents * self._seconds_per_document
+        )
+
+
+def pool_documents(dataset: BeirDataset, runs: Sequence[Run]) -> set[str]:
+    """Return the ids of the judged documents and of the top documents of each run and query.
+
+    The system that made a run has the same nDCG@10 on this pool as on the whole corpus.
+
+    Args:
+        runs: {query id: {document id: score}} for each system.
+    """
+    pool: set[str] = set()
+    for judgements in dataset.qrels.values():
+        pool.update(judgements)
+    for run in runs:
+        for scores in run.values():
+            ranking = sorted(scores, key=lambda document_id: -scores[document_id])
+            pool.update(ranking[:_POOL_DEPTH])
+    return pool
+
+
+def _describe_blend(blend: float) -> str:
+    return "" if blend == 1.0 else f", {blend:.0%} of it"
+
+
+def _round(rate: float) -> float:
+    return float(f"{rate:.1e}")
