@@ -89,7 +89,7 @@ def build_fit_page(folder: Path) -> str:
         join_title_and_text=join_title_and_text,
         describe_interval=describe_interval,
         panel=make_ladder_panel(record),
-        dev_kinds=list(candidates[0]["scores"]),
+        dev_kinds=[kind for kind in candidates[0]["scores"] if kind != "all"],  # it is the mean
         chosen=chosen,
         recommended=candidates[record["recommended"]],
         config=yaml.safe_dump(chosen["settings"], sort_keys=False, allow_unicode=True),

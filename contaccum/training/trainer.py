@@ -67,7 +67,7 @@ from contaccum.training import (
 from contaccum.training.arguments import ContAccumTrainingArguments, get_name
 from contaccum.training.checkpoint import RunDescription
 from contaccum.training.losses import Batch, Row
-from contaccum.training.rates import ClockCallback, ListedRates, RatesByClock
+from contaccum.training.rates import ListedRates, RatesByClock
 from contaccum.training.setup import (
     RunData,
     load_encoder,
@@ -169,7 +169,6 @@ class ContAccumTrainer(SentenceTransformerTrainer):
         seconds: float | None = None,
         **kwargs: Any,
     ) -> None:
-        self.seconds = seconds
         args = args or ContAccumTrainingArguments(output_dir="runs/contaccum")
         user_arguments = args.to_dict()
         args = copy.copy(args)  # some settings are changed below, and the caller's must not change
@@ -244,8 +243,10 @@ class ContAccumTrainer(SentenceTransformerTrainer):
         if self.args.eval_strategy != "no":
             log.choose_metric(self.args, self.evaluator, self.eval_dataset is not None)
             self.add_callback(log.EvaluationCallback(self.args.early_stopping_patience))
-        if seconds is not None:
-            self.add_callback(ClockCallback())
+        if self.args.learning_rates is not None:
+            self.add_callback(ListedRates(self.args.learning_rates))
+        elif seconds is not None:
+            self.add_callback(RatesByClock(seconds))
         self.signals = log.SignalCallback()
         self.add_callback(self.signals)  # the last one: a signal also cancels an evaluation
 
@@ -313,22 +314,6 @@ class ContAccumTrainer(SentenceTransformerTrainer):
             args.save_total_limit = self._save_total_limit
         self.updates.require_trained(self.state.global_step)
         return output
-
-    def create_scheduler(
-        self, num_training_steps: int, optimizer: torch.optim.Optimizer | None = None
-    ) -> torch.optim.lr_scheduler.LRScheduler:
-        """Create the scheduler of ``learning_rates``, of ``seconds``, or that of transformers."""
-        optimizer = optimizer or self.optimizer
-        assert optimizer is not None  # transformers has created it before the first update
-        scheduler: Any  # transformers declares its own type alone
-        if self.args.learning_rates is not None:
-            scheduler = ListedRates(optimizer, self.args.learning_rates)
-        elif self.seconds is not None:
-            scheduler = RatesByClock(optimizer, num_training_steps, self.seconds)
-        else:
-            scheduler = super().create_scheduler(num_training_steps, optimizer)
-        self.lr_scheduler = scheduler
-        return scheduler
 
     def get_train_dataloader(self) -> DataLoader:
         """Return a loader whose order depends only on seed and epoch, so that runs can resume."""

@@ -14,8 +14,7 @@ from contaccum import DualEncoder
 from contaccum.encoders.export import export_model
 from contaccum.encoders.linear_map import append_linear_map, solve_linear_map
 from contaccum.errors import ConfigError
-from contaccum.experiments.candidates import encode_corpus
-from contaccum.retrieval.encode import check_store_fits
+from contaccum.retrieval.encode import CorpusEncoder, check_store_fits
 from contaccum.retrieval.store import EmbeddingStore
 
 TEXTS = sentences(6, 1)
@@ -41,7 +40,7 @@ def test_saved_model_maps_queries_and_leaves_documents(tied, similarity, tmp_pat
     base = tiny_encoder(tied, similarity=similarity, normalize=similarity == "cos")
     queries, documents = base.encode_query(TEXTS), base.encode_document(TEXTS)
     corpus = write_lines(tmp_path / "corpus.jsonl", [{"_id": t, "text": t} for t in TEXTS])
-    encode_corpus(base, "base", corpus, tmp_path / "store", 4)
+    CorpusEncoder(base, "base", corpus, tmp_path / "store").encode(show_progress=False)
 
     weights = torch.randn(16, 16, dtype=torch.float64)
     append_linear_map(base, weights)

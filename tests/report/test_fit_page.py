@@ -107,7 +107,7 @@ def test_the_verdict_comes_first_and_the_other_parts_follow(tmp_path):
     positions = [body.index(text) for text in order]
     assert positions == sorted(positions)
     assert "0.600" in body
-    assert "3 (chosen)" in body
+    assert re.search(r"<td>3\. tower .* \(chosen\)</td>", body)
     assert "--bm25_weight 0.1" in body
     assert "contaccum train" in body
     assert "an index that was built with that model stays valid" in " ".join(body.split())
@@ -119,7 +119,7 @@ def test_the_page_serves_what_is_recommended(tmp_path):
     record |= {"recommended": 1, "chosen": 0, "bm25_weight": 0.3}
     body = build_page_of_record(tmp_path, record)
     assert "--bm25_weight 0.3" in body
-    assert "0 (chosen)" in body
+    assert "<td>0. BM25 (chosen)</td>" in body
     assert "contaccum train" not in body  # BM25 has no training
 
 

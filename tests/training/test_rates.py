@@ -100,7 +100,7 @@ def test_training_that_was_killed_continues_from_the_checkpoint_of_the_clock(
         pass
 
     whole = train(root, tmp_path / "whole", seconds=1e9)
-    on_step_end = rates.ClockCallback.on_step_end
+    on_step_end = rates.RatesByClock.on_step_end
 
     def kill(self: Any, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         if state.global_step == 6:
@@ -109,7 +109,7 @@ def test_training_that_was_killed_continues_from_the_checkpoint_of_the_clock(
 
     with monkeypatch.context() as patch:
         set_clock(patch, 100.0)  # ten minutes are over after three updates
-        patch.setattr(rates.ClockCallback, "on_step_end", kill)
+        patch.setattr(rates.RatesByClock, "on_step_end", kill)
         with pytest.raises(Killed):
             train(root, tmp_path / "run", seconds=1e9)
     assert [path.name for path in (tmp_path / "run").glob("checkpoint-*")] == ["checkpoint-3"]
