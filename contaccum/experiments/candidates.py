@@ -93,6 +93,7 @@ MAX_EPOCHS = 20
 _POOL_DEPTH = 10  # top documents of each query in a run; nDCG@10 depends on no others
 _LEAST_SECONDS = 5.0  # for the updates of a training
 _CHEAP_SHARE = 0.2  # of the time left; another rate is tried if the last training took less
+_LEAST_SHARE_OF_LENGTH = 0.75  # a training must be longer by half than those before, at least
 _RESERVE_FACTOR = 1.2  # of the time to encode documents after a training; machines are noisy
 _ROWS_PER_SHARD = 2000  # of a store; a killed process loses at most one shard
 
@@ -567,7 +568,7 @@ class Ladder:
                 if trained and not is_begun:
                     last = trained[-1]
                     affordable = int(seconds * last.updates / last.training_seconds)
-                    if affordable < length:
+                    if affordable < _LEAST_SHARE_OF_LENGTH * length:
                         break
                     if affordable < 3 * length:
                         # The next training would not fit, so this one takes all the time.

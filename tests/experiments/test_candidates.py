@@ -318,7 +318,8 @@ def fake_train(monkeypatch, clock, root) -> Iterator[Callable[[dict[str, list[fl
         ([0.5, 0.6], 16 + 95, [16, math.ceil(1.1 * 95)]),
         ([0.5, 0.6, 0.7], 16 + 96, [16, 32, math.ceil(1.1 * 64)]),
         ([0.5, 0.6, 0.7], 16 + 32 + 70, [16, 32, math.ceil(1.1 * 70)]),
-        ([0.5], 16 + 31, [16]),  # not enough for twice as many
+        ([0.5, 0.6], 16 + 24, [16, math.ceil(1.1 * 24)]),
+        ([0.5], 16 + 23, [16]),  # not enough for half as many again
         ([0.5], 10, [16]),  # cut by the time
         ([], 4, []),
     ],
