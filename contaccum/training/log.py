@@ -449,13 +449,10 @@ class SignalCallback(TrainerCallback):
 
     Attributes:
         received: number of the received signal; 0 before any.
-        saves_checkpoint: False for a run that no later start resumes, such as a trial of a search.
-            It stops after the update without a checkpoint.
     """
 
     def __init__(self) -> None:
         self.received = 0
-        self.saves_checkpoint = True
         self._previous_handlers: dict[int, Any] = {}
 
     def __enter__(self) -> SignalCallback:
@@ -478,9 +475,9 @@ class SignalCallback(TrainerCallback):
         self.received = number
         self._restore_handlers()
         name = signal.Signals(number).name
-        plan = "saving a checkpoint" if self.saves_checkpoint else "stopping"
         print(
-            f"contaccum: {name}: {plan} after this update. Send it again to stop at once",
+            f"contaccum: {name}: saving a checkpoint after this update. Send it again to stop at "
+            "once",
             file=sys.stderr,
         )
 
@@ -492,10 +489,6 @@ class SignalCallback(TrainerCallback):
         self.received = int(over_ranks("MAX", received))
         if not self.received:
             return
-        if not self.saves_checkpoint:
-            if state.is_world_process_zero:
-                print("stopped. Start the same command again to continue")
-            raise SystemExit(128 + self.received)
         control.should_save = True
         control.should_training_stop = True
         control.should_evaluate = False  # so that the process stops soon
