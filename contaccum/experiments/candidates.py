@@ -498,8 +498,7 @@ class Ladder:
             base = Candidate(model_name(self.settings.model), FREE, "base")
             return [self._score(bm25, self._dev), self._score(base, self._dev)]
 
-        bm25, base = self._add("free", lambda folder: on_first_rank(score))
-        self._is_base_weak = base.vectors[MEAN] < USELESS_SHARE_OF_BM25 * bm25.score
+        self._add("free", lambda folder: on_first_rank(score))
 
     def _fit_linear_map(self) -> None:
         name = "linear_map"
@@ -598,13 +597,7 @@ class Ladder:
             return
 
         def score() -> list[dict[str, Any]]:
-            rows = []
-            for blend in BLENDS:
-                shown = best.name + _describe_blend(blend)
-                settings = {**best.settings, "blend": blend}
-                candidate = dataclasses.replace(best, name=shown, blend=blend, settings=settings)
-                rows.append(self._score(candidate, self._pool))
-            return rows
+            return [self._score(_blend(best, blend), self._pool) for blend in BLENDS]
 
         self._add(name, lambda folder: on_first_rank(score))
 
@@ -722,16 +715,7 @@ class Ladder:
                     corpus = dev.dataset.path / CORPUS_FILE
                     store = folder / STORE_FOLDER
                     encode_corpus(self.job, encoder, shown, corpus, store)
-                rows = []
-                for blend in blends:
-                    blended = dataclasses.replace(
-                        candidate,
-                        name=candidate.name + _describe_blend(blend),
-                        blend=blend,
-                        settings={**candidate.settings, **({} if blend == 1 else {"blend": blend})},
-                    )
-                    rows.append(self._score(blended, dev))
-                return rows
+                return [self._score(_blend(candidate, blend), dev) for blend in blends]
 
             return on_first_rank(score)
 
@@ -741,8 +725,10 @@ class Ladder:
         given = self.job.given.get("learning_rate")
         if given is not None:
             return float(given)
+        bm25, base = self.candidates[:2]
+        is_base_weak = base.vectors[MEAN] < USELESS_SHARE_OF_BM25 * bm25.score
         has_adapter = self.settings.lora_r is not None
-        return compute_start_rate(method, self._width, has_adapter, self._is_base_weak)
+        return compute_start_rate(method, self._width, has_adapter, is_base_weak)
 
     def _make_settings(self, method: str, **changes: Any) -> Settings:
         store = str(self.job.store)
@@ -812,8 +798,13 @@ def pool_documents(dataset: BeirDataset, runs: Sequence[Run]) -> set[str]:
     return pool
 
 
-def _describe_blend(blend: float) -> str:
-    return "" if blend == 1.0 else f", {blend:.0%} of it"
+def _blend(candidate: Candidate, share: float) -> Candidate:
+    """Return a trained candidate with a share of its weights; the others are the base model's."""
+    if share == 1.0:
+        return candidate
+    name = f"{candidate.name}, {share:.0%} of it"
+    settings = {**candidate.settings, "blend": share}
+    return dataclasses.replace(candidate, name=name, blend=share, settings=settings)
 
 
 def _round(rate: float) -> float:

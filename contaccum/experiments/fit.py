@@ -402,7 +402,6 @@ def load_base(job: Job, model: str) -> tuple[DualEncoder, Settings]:
     train_file = job.data / TRAIN_FILE
     settings = propose_settings(train_file, model, job.given)
     base = load_encoder(make_base_settings(settings), job.args)
-
     base_name = make_absolute(model)
 
     def remove_work_with_another_base() -> None:
