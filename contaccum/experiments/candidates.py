@@ -72,7 +72,7 @@ BM25_WEIGHTS = tuple(round(0.1 * step, 1) for step in range(10))
 """The weights of BM25 that are tried beside a model; the smallest of the best is chosen."""
 RIDGES = (1.0, 3.0, 10.0, 30.0, 100.0)
 BLENDS = (0.5, 0.75)
-"""The shares of a trained model in its averages with the base model."""
+"""The shares of a map or a trained model in its averages with the base model."""
 MAP_FILE = "map.safetensors"
 STORE_FOLDER = "store"
 RATE_FACTOR = 3.0
@@ -116,7 +116,7 @@ class Candidate:
         folder: the name of the folder with its map or its model; several candidates may share it.
         settings: {name: value} of the training.
         updates, training_seconds: the number of updates of the training, and their time.
-        blend: the share of the trained weights; the others are those of the base model.
+        blend: the share of the map or of the trained weights; the rest is the base model's.
         ridge: see `solve_linear_map`.
         number: the number in the order of the ladder, as it is printed.
     """
@@ -260,11 +260,22 @@ def write_linear_maps(
 
 
 def encode_corpus(
-    job: Job, encoder: DualEncoder, name: str, corpus: Path, store: Path
+    job: Job,
+    encoder: DualEncoder,
+    name: str,
+    corpus: Path,
+    store: Path,
+    precision: str = "float32",
 ) -> CorpusEncoder:
     """Write the vectors of a corpus to a store; return the encoder with its counts."""
     corpus_encoder = CorpusEncoder(
-        encoder, name, corpus, store, batch_size=job.batch_size, shard_size=_ROWS_PER_SHARD
+        encoder,
+        name,
+        corpus,
+        store,
+        batch_size=job.batch_size,
+        precision=precision,
+        shard_size=_ROWS_PER_SHARD,
     )
     corpus_encoder.encode(show_progress=not job.args.disable_tqdm)
     return corpus_encoder
@@ -515,7 +526,8 @@ class Ladder:
                 shown = f"linear map, ridge {ridge:g}"
                 candidate = Candidate(shown, LINEAR_MAP, "map", folder=name, ridge=ridge)
                 rows.append(self._score(candidate, self._dev))
-            return rows
+            best = Candidate(**max(rows, key=lambda row: row["scores"][MEAN]))
+            return rows + [self._score(_blend(best, blend), self._dev) for blend in BLENDS]
 
         self._add(name, lambda folder: on_first_rank(lambda: fit_and_score(folder)))
 
@@ -714,7 +726,8 @@ class Ladder:
                     encoder = load_candidate(candidate, self.base, folder)
                     corpus = dev.dataset.path / CORPUS_FILE
                     store = folder / STORE_FOLDER
-                    encode_corpus(self.job, encoder, shown, corpus, store)
+                    precision = "bfloat16" if settings.bf16 else "float32"
+                    encode_corpus(self.job, encoder, shown, corpus, store, precision)
                 return [self._score(_blend(candidate, blend), dev) for blend in blends]
 
             return on_first_rank(score)
@@ -799,11 +812,11 @@ def pool_documents(dataset: BeirDataset, runs: Sequence[Run]) -> set[str]:
 
 
 def _blend(candidate: Candidate, share: float) -> Candidate:
-    """Return a trained candidate with a share of its weights; the others are the base model's."""
+    """Return a candidate with a share of its map or weights; the rest is the base model's."""
     if share == 1.0:
         return candidate
     name = f"{candidate.name}, {share:.0%} of it"
-    settings = {**candidate.settings, "blend": share}
+    settings = {**candidate.settings, "blend": share} if candidate.settings else {}
     return dataclasses.replace(candidate, name=name, blend=share, settings=settings)
 
 

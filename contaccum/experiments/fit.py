@@ -12,6 +12,7 @@ dev and test; the candidates are made on fold 0.
 
 from __future__ import annotations
 
+import itertools
 import os
 import shutil
 import statistics
@@ -35,6 +36,7 @@ from contaccum.defaults import DEFAULT_MODEL
 from contaccum.distributed import rank, world_size
 from contaccum.encoders.dual_encoder import DualEncoder
 from contaccum.encoders.loading import model_name, require_model
+from contaccum.encoders.settings import get_tower
 from contaccum.errors import ConfigError, DataError, UserError, quoted
 from contaccum.evaluation.beir import load_data as load_beir
 from contaccum.evaluation.evaluator import RetrievalEvaluator, sample
@@ -115,6 +117,8 @@ _MAX_SHARE_OF_BASE_MODEL = 0.1  # of the time left, for scoring one of several b
 _LADDER_SHARE = 0.5  # of the budget, if other splits follow, in each of which it is repeated
 _MEASURED_TEXTS = 16  # texts by which the time of float32 and bf16 is compared
 _MIN_SPEED_UP = 1.1  # a smaller one may be noise
+_MAX_UNKNOWN_SHARE = 0.5  # of the tokens of queries; a base model with more cannot read them
+_MAX_QUERIES = 1000  # whose tokens are counted
 _END_SECONDS = 10.0  # for the search of the test set and the report
 
 
@@ -403,6 +407,12 @@ def load_base(job: Job, model: str) -> tuple[DualEncoder, Settings]:
     settings = propose_settings(train_file, model, job.given)
     base = load_encoder(make_base_settings(settings), job.args)
     base_name = make_absolute(model)
+    unknown = compute_unknown_share(base, train_file)
+    if unknown > _MAX_UNKNOWN_SHARE:
+        job.print_line(
+            f"warning: {model_name(model)} does not know {unknown:.0%} of the tokens of the "
+            "queries, so it was not trained on this language; give a --model that was"
+        )
 
     def remove_work_with_another_base() -> None:
         """Remove the work with another base model, if a larger budget has found a better one."""
@@ -436,6 +446,21 @@ def load_base(job: Job, model: str) -> tuple[DualEncoder, Settings]:
             job.print_line(f"training in bf16, which is {speed_up:.1f} times as fast as float32")
             settings = replace(settings, bf16=True)
     return base, settings
+
+
+def compute_unknown_share(model: DualEncoder, train_file: Path) -> float:
+    """Return the share of unknown tokens among those of the training queries, or of a sample.
+
+    It is 0 with a tokenizer that has no token for unknown words.
+    """
+    tokenizer = get_tower(model, "query").tokenizer
+    queries = [record.query for record in itertools.islice(read_records(train_file), _MAX_QUERIES)]
+    tokens = [
+        token
+        for text in queries
+        for token in tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"]
+    ]
+    return tokens.count(tokenizer.unk_token_id) / max(1, len(tokens))
 
 
 def encode_documents(

@@ -163,14 +163,12 @@ def climbed(root: Path, tmp_path_factory: pytest.TempPathFactory) -> Ladder:
 
 
 def test_all_rungs_are_tried_and_numbered(climbed):
-    assert [candidate.number for candidate in climbed.candidates] == list(range(13))
-    assert [candidate.rung for candidate in climbed.candidates] == [0] * 2 + [1] * 5 + [2] * 3 + [
-        3,
-        4,
-        4,
-    ]
-    assert [row.updates for row in climbed.candidates] == [0] * 7 + [3] * 5 + [6]
-    assert [row.blend for row in climbed.candidates[7:]] == [1.0, 0.5, 0.75, 1.0, 1.0, 1.0]
+    assert [candidate.number for candidate in climbed.candidates] == list(range(15))
+    rungs = [0] * 2 + [1] * 7 + [2] * 3 + [3, 4, 4]
+    assert [candidate.rung for candidate in climbed.candidates] == rungs
+    assert [row.updates for row in climbed.candidates] == [0] * 9 + [3] * 5 + [6]
+    blends = [1.0] * 7 + [0.5, 0.75] + [1.0, 0.5, 0.75, 1.0, 1.0, 1.0]
+    assert [row.blend for row in climbed.candidates] == blends
 
 
 def test_every_candidate_is_saved_as_it_was_scored(climbed, tmp_path):
@@ -186,13 +184,13 @@ def test_every_candidate_is_saved_as_it_was_scored(climbed, tmp_path):
             assert model_fingerprint(saved, task) == model_fingerprint(model, task)
         if candidate.rung < 3:
             check_store_fits(saved, store)
-        assert is_tied(saved) == (candidate.rung == 0 or candidate.number in (10, 11))
+        assert is_tied(saved) == (candidate.rung == 0 or candidate.number in (12, 13))
         assert not (tmp_path / "model" / "store").exists()
         fingerprints.add(model_fingerprint(saved))
     assert len(fingerprints) == len(climbed.candidates) - 1  # BM25 has the base model
 
 
-@pytest.mark.parametrize("number", range(7, 13))
+@pytest.mark.parametrize("number", range(9, 15))
 def test_settings_of_every_training_repeat_it(climbed, tmp_path, number):
     """Blends and the second stage too; `fit` writes those of the chosen one into config.yaml."""
     candidate = climbed.candidates[number]
@@ -216,6 +214,14 @@ def test_models_that_encode_documents_anew_are_compared_on_a_pool(climbed):
             assert len(EmbeddingStore.open(store)) == len(pool.corpus)
     compared = sorted((climbed.job.folder / "candidates" / "pool").iterdir())
     assert climbed.free.name in [folder.name for folder in compared]
+
+
+def test_documents_of_dev_are_encoded_in_the_precision_of_the_training(root, tmp_path):
+    ladder = make_ladder(root, tmp_path, method="contaccum", max_steps=1, bf16=True)
+    ladder.climb()
+    trained = ladder.candidates[-1]
+    store = EmbeddingStore.open(ladder.get_folder(trained) / "store")
+    assert (trained.system, store.metadata["precision"]) == ("trained", "bfloat16")
 
 
 def test_a_second_climb_reads_all_candidates(climbed, monkeypatch):
@@ -434,7 +440,7 @@ def assert_model_is_the_base(root: Path, folder: Path) -> None:
     assert model_fingerprint(kept) == model_fingerprint(base)
 
 
-@pytest.mark.parametrize(("budget", "rungs"), [(9.0, [0, 0]), (12.0, [0, 0, 1, 1, 1, 1, 1])])
+@pytest.mark.parametrize(("budget", "rungs"), [(9.0, [0, 0]), (12.0, [0] * 2 + [1] * 7)])
 def test_a_budget_of_seconds_gives_the_first_rungs_and_a_report(
     root, tmp_path, clock, budget, rungs
 ):
@@ -494,7 +500,7 @@ def test_ctrl_c_gives_a_verdict_on_the_candidates_so_far(
     if is_caught:
         record = fit(root, tmp_path)
         assert "stopped: the verdict is about the candidates so far" in record["printed"]
-        assert [row["rung"] for row in record["candidates"]] == [0, 0, 1, 1, 1, 1, 1]
+        assert [row["rung"] for row in record["candidates"]] == [0] * 2 + [1] * 7
     else:
         with pytest.raises(SystemExit):
             fit(root, tmp_path)
@@ -521,4 +527,4 @@ def test_a_training_without_enough_memory_ends_the_ladder_and_not_the_fit(
     [line] = [line for line in record["printed"].splitlines() if "the ladder ends here" in line]
     assert line.startswith("warning: the ladder ends here: ")
     assert "memory" in line
-    assert [row["rung"] for row in record["candidates"]] == [0, 0, 1, 1, 1, 1, 1]
+    assert [row["rung"] for row in record["candidates"]] == [0] * 2 + [1] * 7

@@ -99,7 +99,7 @@ def test_model_that_learns_is_better(root, trained):
     assert lines[1].endswith("questions.jsonl (1 repeated): 200 used, 0 left out")
     assert re.match(r"held out: 18 dev and 102 test queries \(10 and 50 on known", lines[2])
     assert "the query tower is not trained alone: method=contaccum is given" in lines
-    assert "chosen on dev: 7. both towers, contaccum, 18 updates" in "\n".join(lines)
+    assert "chosen on dev: 9. both towers, contaccum, 18 updates" in "\n".join(lines)
     assert lines[-4].startswith("BETTER on new documents: nDCG@10 0.")
     assert "from fresh with BM25 to both towers, contaccum, 18 updates" in lines[-4]
     assert [str(verdict) for verdict in trained.verdicts.values()] == lines[-4:-2]
@@ -110,12 +110,12 @@ def test_model_that_learns_is_better(root, trained):
 def test_candidates_have_one_numbering_in_terminal_and_record(root, trained):
     record = json.loads((root / "better" / "fit.json").read_text())
     printed = (root / "printed.txt").read_text()
-    assert [row["number"] for row in record["candidates"]] == list(range(8))
-    assert [row["rung"] for row in record["candidates"]] == [0, 0, 1, 1, 1, 1, 1, 3]
+    assert [row["number"] for row in record["candidates"]] == list(range(10))
+    assert [row["rung"] for row in record["candidates"]] == [0] * 2 + [1] * 7 + [3]
     chosen = record["candidates"][record["chosen"]]
-    assert record["chosen"] == record["recommended"] == 7
-    assert f"\n7. {chosen['name']}" in printed
-    assert f": {chosen['scores']['mean']:.3f} on dev (best 7. " in printed
+    assert record["chosen"] == record["recommended"] == 9
+    assert f"\n9. {chosen['name']}" in printed
+    assert f": {chosen['scores']['mean']:.3f} on dev (best 9. " in printed
     assert record["bm25_weight"] == chosen["bm25_weight"]
     assert record["seconds"]["total"] < record["budget_seconds"] == 600
 
@@ -572,7 +572,7 @@ def test_store_for_query_side_fits_a_training_with_an_adapter(root, tmp_path):
     )
     candidates = json.loads((result.folder / "fit.json").read_text())["candidates"]
     rungs = [candidate["rung"] for candidate in candidates]
-    assert rungs == [0, 0, 1, 1, 1, 1, 1, 2, 2, 2]  # nothing else is trained with this method
+    assert rungs == [0] * 2 + [1] * 7 + [2] * 3  # nothing else is trained with this method
     assert candidates[-1]["settings"]["lora_r"] == 2
 
 
@@ -668,6 +668,32 @@ def test_passages_longer_than_the_model_reads_are_counted(root, tmp_path, monkey
             )
         counted.append([line for line in lines if "not read" in line])
     assert counted == [["100% of the passages are longer than 6 tokens; the rest is not read"], []]
+
+
+def test_a_base_model_that_does_not_know_the_language_is_named(root, tmp_path, monkeypatch):
+    monkeypatch.setattr(fit_module, "climb", lambda ladder: sys.exit(1))
+    pairs = make_translations(200, 0)
+    for pair in pairs[::2]:  # one word of five
+        pair["query"] = "σκύλος " + pair["query"].split(" ", 1)[1]
+    write_lines(tmp_path / "some.jsonl", pairs)
+    for pair in pairs:
+        pair["query"] = re.sub(r"\w+ ", "σκύλος ", pair["query"])
+    write_lines(tmp_path / "most.jsonl", pairs)
+    warnings = {}
+    for name in ("some", "most"):
+        lines: list[str] = []
+        with pytest.raises(SystemExit):
+            contaccum.fit(
+                tmp_path / f"{name}.jsonl",
+                root / "fresh",
+                output=tmp_path / name,
+                print_line=lines.append,
+                **SETTINGS,
+            )
+        warnings[name] = [line for line in lines if "does not know" in line]
+    assert warnings["some"] == []
+    [warning] = warnings["most"]
+    assert re.match(r"warning: fresh does not know \d\d% of the tokens of the queries", warning)
 
 
 def test_a_column_that_the_corpus_lacks_is_refused_with_those_that_it_has(root, tmp_path, capsys):
