@@ -453,7 +453,7 @@ def compute_unknown_share(model: DualEncoder, train_file: Path) -> float:
 
     It is 0 with a tokenizer that has no token for unknown words.
     """
-    tokenizer = get_tower(model, "query").tokenizer
+    tokenizer: Any = get_tower(model, "query").tokenizer
     queries = [record.query for record in itertools.islice(read_records(train_file), _MAX_QUERIES)]
     tokens = [
         token
