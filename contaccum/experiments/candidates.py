@@ -386,6 +386,8 @@ class Ladder:
                 kinds = {"all": list(guard.queries)}
                 self._guards[name] = DevSet(guard, kinds, documents, job.batch_size, has_bm25)
         self._num_guard_documents = sum(len(dataset.corpus) for dataset in guards.values())
+        self._num_pool_documents = 0  # until the pool is made
+        self._least_seconds = _LEAST_SECONDS
         self._width = read_width(self.settings.model)
         self._has_fixed_length = bool({"max_steps", "num_train_epochs"} & job.given.keys())
 
@@ -617,17 +619,17 @@ class Ladder:
         upper = [each for each in self.candidates if each.rung == BOTH_TOWERS and each.blend == 1.0]
         if not upper:
             return
-        best = max(upper, key=lambda each: each.score)
+        first = best = max(upper, key=lambda each: each.score)
         method = replace(Settings(), **best.settings).method
-        tries = []
+        tries = []  # a method, and the factor of its learning rate
         if "learning_rate" not in self.job.given:
-            for factor in (RATE_FACTOR, 1 / RATE_FACTOR):
-                rate = _round(factor * best.settings["learning_rate"])
-                tries.append((method, rate))
+            tries += [(method, RATE_FACTOR), (method, 1 / RATE_FACTOR)]
         if "method" not in self.job.given:
-            tries.append(("grad_cache", best.settings["learning_rate"]))
+            tries.append(("grad_cache", 1.0))
         without_gain = 0
-        for method, rate in tries:
+        for method, factor in tries:
+            start = best if factor == 1.0 else first
+            rate = _round(factor * start.settings["learning_rate"])
             name = f"{method}-{rate:g}"
             seconds = self._get_training_seconds()
             is_done = self._is_done(name)

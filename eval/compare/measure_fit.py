@@ -51,7 +51,7 @@ from contaccum.errors import DataError, UserError
 from contaccum.evaluation.evaluator import RetrievalEvaluator
 from contaccum.evaluation.metrics import score_run
 from contaccum.evaluation.results import fill_page, markdown_table
-from contaccum.experiments.candidates import BOTH_TOWERS, QUERY_TOWER, Candidate
+from contaccum.experiments.candidates import Candidate
 from contaccum.experiments.fit import RECORD_FILE
 from contaccum.experiments.proposed import make_base_settings, propose_settings
 from contaccum.experiments.verdict import SYSTEMS, search_test_set
@@ -218,7 +218,7 @@ def make_jobs(args: argparse.Namespace, fit_options: list[str]) -> list[Job]:
     jobs = []
     for seed in args.seeds:
         for name, data in prepared.items():
-            folder = args.work / f"{name}-{seed}"
+            folder = args.work / f"{name}-{args.budget}-{seed}"
             if (folder / CELL_FILE).exists():
                 continue
             split, fit = str(folder / "split"), str(folder / "fit")
@@ -299,12 +299,12 @@ def score_chunks(job: Job, fit: dict[str, Any]) -> dict[str, dict[str, float]]:
 
 def make_tables(record: dict[str, Any]) -> dict[str, str]:
     """Return {name of a table in the page: its Markdown}."""
-    by_row: dict[tuple[str, str], list[Cell]] = {}
+    by_row: dict[tuple[str, float, str], list[Cell]] = {}
     for cell in record["cells"]:
         for kind in cell["verdicts"]:
-            by_row.setdefault((cell["data"], kind), []).append(cell)
+            by_row.setdefault((cell["data"], cell["budget_seconds"], kind), []).append(cell)
     rows = []
-    for (data, kind), cells in by_row.items():
+    for (data, budget, kind), cells in by_row.items():
         means = []
         for system in SYSTEMS:
             scores = [cell["scores"][system] for cell in cells]
@@ -322,56 +322,38 @@ def make_tables(record: dict[str, Any]) -> dict[str, str]:
                 *means,
                 format_counts(chosen),
                 format_counts(words),
-                f"{format_range(seconds)} s of {cells[0]['budget_seconds']:.0f}",
+                f"{format_range(seconds)} s of {budget:.0f}",
             ]
         )
     header = ["data", "documents", "test queries", *NAMES.values(), "chosen", "verdicts", "time"]
     compared = []
     for published in record["published"].values():
         start = [published["data"], published["metric"]]
+        of_data = [cell for cell in record["cells"] if cell["data"] == published["data"]]
+        largest = max((cell["budget_seconds"] for cell in of_data), default=0.0)
         for system, score in published["scores"].items():
             compared.append([*start, system, format_mean([score])])
         for system, name in NAMES.items():
             scores = [
                 cell["scores"][system][published["metric"]]
-                for cell in record["cells"]
-                if cell["data"] == published["data"]
+                for cell in of_data
+                if cell["budget_seconds"] == largest
             ]
             compared.append([*start, name, format_mean(scores)])
-    short_runs = []
-    for cell in record["cells"]:  # those of contaccum 0.1.0 have short runs beside the fit
-        for method in dict.fromkeys(row["method"] for row in cell.get("ladder", [])):
-            runs = [row for row in cell["ladder"] if row["method"] == method]
-            first = [row["NDCG@10"] for row in runs if row["is_first"]]
-            seconds = [row["seconds"] for row in runs]
-            short_runs.append(
-                [
-                    cell["data"],
-                    cell["seed"],
-                    format_mean([cell["scores"]["trained"]["NDCG@10"]]),
-                    f"`{method}`",
-                    format_mean(first),
-                    format_mean([max(row["NDCG@10"] for row in runs)]),
-                    f"{format_range(seconds)} s",
-                ]
-            )
-    ladder_header = ["data", "seed", "`fit`", "method", "first rate", "best of 3 rates", "a run"]
     return {
         "fit": markdown_table(header, rows),
-        "fit and short runs": markdown_table(ladder_header, short_runs),
         "fit and published results": markdown_table(["data", "metric", "", "test"], compared),
     }
 
 
 def name_chosen(cell: Cell) -> str:
-    """Return the name of the rung of the chosen candidate.
+    """Return the name of the rung of the chosen candidate."""
+    return RUNGS[cell["candidates"][cell["chosen"]]["rung"]]
 
-    The cells of contaccum up to version 0.1.0 have no candidates, but the settings of a training.
-    """
-    if "chosen" in cell:
-        return RUNGS[cell["candidates"][cell["chosen"]]["rung"]]
-    is_query_side = cell["settings"]["method"] == "query_side"
-    return RUNGS[QUERY_TOWER if is_query_side else BOTH_TOWERS]
+
+def get_key(cell: Cell) -> tuple[str, float, int]:
+    """Return the data, the budget and the seed of a cell, by which cells are sorted."""
+    return cell["data"], -cell["budget_seconds"], cell["seed"]
 
 
 def format_counts(counts: Counter[str]) -> str:
@@ -398,10 +380,10 @@ def write_tables(work: Path, record_file: Path, page: Path) -> None:
     """Add the finished cells of a work folder to the record, and write the tables."""
     cells = {}
     if record_file.exists():
-        cells = {(cell["data"], cell["seed"]): cell for cell in read_json(record_file)["cells"]}
+        cells = {get_key(cell): cell for cell in read_json(record_file)["cells"]}
     for file in work.glob(f"*/{CELL_FILE}"):
         cell = read_json(file)
-        cells[cell["data"], cell["seed"]] = cell
+        cells[get_key(cell)] = cell
     record = {"published": PUBLISHED, "cells": [cells[key] for key in sorted(cells)]}
     write_json(record_file, record)
     write_text(page, fill_page(page.read_text(encoding="utf-8"), make_tables(record)))
