@@ -7,7 +7,7 @@ dev. `Ladder.climb` makes the candidates rung by rung, until the time ends:
     1  a linear map of the query vectors, in closed form
     2  the query tower, trained against the vectors of all documents
     3  both towers, in trainings of growing length, until dev shows no gain
-    4  both towers at other learning rates, a second stage, a gradient cache
+    4  a second stage, both towers at other learning rates, a gradient cache
 
 Each candidate is scored on dev as soon as it is there, and stays in a folder of its own. So the
 best one stands at every moment, and a later start of the same fit goes on from there.
@@ -33,7 +33,7 @@ from torch.nn.functional import normalize
 from contaccum.data.beir import BeirDataset, load_beir_folder, read_split_queries
 from contaccum.data.records import read_records
 from contaccum.data.rows import RecordReport
-from contaccum.data.split import CORPUS_FILE, TRAIN_FILE, write_part
+from contaccum.data.split import CORPUS_FILE, TRAIN_FILE, Split, write_part
 from contaccum.encoders.dual_encoder import DualEncoder
 from contaccum.encoders.linear_map import append_linear_map, solve_linear_map
 from contaccum.encoders.loading import model_name
@@ -70,7 +70,7 @@ FREE, LINEAR_MAP, QUERY_TOWER, BOTH_TOWERS, FURTHER = range(5)
 
 BM25_WEIGHTS = tuple(round(0.1 * step, 1) for step in range(10))
 """The weights of BM25 that are tried beside a model; the smallest of the best is chosen."""
-RIDGES = (1.0, 3.0, 10.0, 30.0, 100.0)
+RIDGES = (1.0, 10.0, 100.0)
 BLENDS = (0.5, 0.75)
 """The shares of a map or a trained model in its averages with the base model."""
 MAP_FILE = "map.safetensors"
@@ -94,7 +94,7 @@ _POOL_DEPTH = 10  # top documents of each query in a run; nDCG@10 depends on no 
 _LEAST_SECONDS = 5.0  # for the updates of a training
 _CHEAP_SHARE = 0.2  # of the time left; another rate is tried if the last training took less
 _LEAST_SHARE_OF_LENGTH = 0.75  # a training must be longer by half than those before, at least
-_RESERVE_FACTOR = 1.2  # of the time to encode documents after a training; machines are noisy
+_RESERVE_FACTOR = 1.2  # of a time that is computed from earlier ones; machines are noisy
 _ROWS_PER_SHARD = 2000  # of a store; a killed process loses at most one shard
 
 Scores = dict[str, float]
@@ -345,7 +345,7 @@ class Ladder:
         base_settings: settings of both towers' training, from which those of other methods follow.
         documents: vectors of all documents by the base model; on the first process.
         seconds_per_document: the time in which the base model encodes one.
-        num_documents: {part of the split: its number of documents}.
+        split: the numbers of queries and documents of train, dev and test.
         has_bm25: False: search with vectors alone.
         ends_at: the seconds of the budget after which the ladder ends.
         guards: {name: other data}, on which a candidate must not lose more than `LARGEST_LOSS`.
@@ -358,7 +358,7 @@ class Ladder:
         base_settings: Settings,
         documents: StoreDocuments | None,
         seconds_per_document: float,
-        num_documents: Mapping[str, int],
+        split: Split,
         has_bm25: bool,
         ends_at: float,
         guards: Mapping[str, BeirDataset],
@@ -369,7 +369,7 @@ class Ladder:
         self.candidates: list[Candidate] = []
         self.documents = documents
         self._seconds_per_document = seconds_per_document
-        self._num_documents = num_documents
+        self._split = split
         self._has_bm25 = has_bm25
         self._has_one_tower = job.given.get("towers") == "one"
         self._ends_at = ends_at
@@ -394,8 +394,20 @@ class Ladder:
     # Time, choice and scores ----------------------------------------------------------------------
 
     def left(self) -> float:
-        """Return the seconds that are left for the ladder; the same on all processes."""
-        return self._ends_at - self.job.budget.used()
+        """Return the seconds that are left for the ladder; the same on all processes.
+
+        Two searches with the queries of test follow it.
+        """
+        seconds = self._ends_at - self.job.budget.used()
+        return seconds - 2 * self._seconds_per_score * self._split.test / self._split.dev
+
+    @property
+    def _seconds_per_score(self) -> float:
+        """The seconds in which a search with the queries of dev was scored; 0 before the first."""
+        if not self.candidates:
+            return 0.0
+        bm25, base = self.candidates[:2]
+        return base.seconds - bm25.seconds  # the base model's, which came after BM25
 
     @property
     def base_candidate(self) -> Candidate:
@@ -413,16 +425,16 @@ class Ladder:
     def get_best(self) -> Candidate:
         """Return the chosen candidate so far; see `choose`. All processes call it together.
 
-        Candidates of the lower rungs are compared among all documents of dev. The best of them is
-        compared with those of the upper rungs among the documents of the pool.
+        If dev has a pool, candidates of the lower rungs are compared among all documents, and the
+        best of them with those of the upper rungs among the documents of the pool.
         """
+        free = self.free
         lower = [each for each in self.candidates if FREE < each.rung <= QUERY_TOWER]
         upper = [each for each in self.candidates if each.rung > QUERY_TOWER]
-        free = self.free
-        best = choose(lower, free)
-        if not upper:
-            return best
-        chosen = choose([self._score_on_pool(best), *upper], self._score_on_pool(free))
+        if not upper or not self._has_pool():
+            return choose([*lower, *upper], free)
+        best = self._score_on_pool(choose(lower, free))
+        chosen = choose([best, *upper], self._score_on_pool(free))
         return self.candidates[chosen.number]
 
     def get_folder(self, candidate: Candidate) -> Path:
@@ -433,6 +445,9 @@ class Ladder:
         dataset = load_beir_folder(folder, "test")
         return DevSet(dataset, self._kinds, self.documents, self.job.batch_size, self._has_bm25)
 
+    def _has_pool(self) -> bool:
+        return on_first_rank(lambda: self._pool is not self._dev)
+
     def _score_on_pool(self, candidate: Candidate) -> Candidate:
         """Return a candidate with its scores among the documents of the pool."""
 
@@ -440,7 +455,7 @@ class Ladder:
             assert self._pool is not None
             return {"scores": self._score_search(candidate, self._pool)}
 
-        if on_first_rank(lambda: self._pool is self._dev):  # dev has few documents
+        if not self._has_pool():
             return candidate
         folder = self._folder / "pool" / candidate.name.replace("/", "-")
         scores = once(folder, self.job.request, work)["scores"]
@@ -545,7 +560,7 @@ class Ladder:
         trained: list[Candidate] = []  # the best of each rate
         for rate in rates:
             name = f"query_tower-{rate:g}"
-            seconds = self.left()
+            seconds = self.left() - (1 + len(BLENDS)) * self._seconds_per_score
             if not self._is_done(name):
                 if seconds < _LEAST_SECONDS:
                     return
@@ -592,7 +607,7 @@ class Ladder:
             scores = [candidate.score for candidate in trained]
             earlier = scores[:-MAX_TRIALS_WITHOUT_GAIN]
             has_gain = not earlier or max(scores) > max(earlier)
-            if not has_gain or length == longest:
+            if not has_gain or num_updates == longest:
                 break
             # The time may have made a training longer or shorter than was meant.
             length = min(2 * max(candidate.updates for candidate in trained), longest)
@@ -620,42 +635,49 @@ class Ladder:
         if not upper:
             return
         first = best = max(upper, key=lambda each: each.score)
-        method = replace(Settings(), **best.settings).method
+        without_gain = 0
+        if "method" not in self.job.given and not self._has_one_tower:
+            for added in self._train_second_stage(first):
+                without_gain = int(added.score <= first.score)
+        method = replace(Settings(), **first.settings).method
         tries = []  # a method, and the factor of its learning rate
         if "learning_rate" not in self.job.given:
             tries += [(method, RATE_FACTOR), (method, 1 / RATE_FACTOR)]
         if "method" not in self.job.given:
             tries.append(("grad_cache", 1.0))
-        without_gain = 0
         for method, factor in tries:
+            if without_gain == MAX_TRIALS_WITHOUT_GAIN:
+                return
+            if factor < 1.0 and best is not first:
+                continue  # a higher rate is better, so a lower one would be worse
             start = best if factor == 1.0 else first
             rate = _round(factor * start.settings["learning_rate"])
             name = f"{method}-{rate:g}"
             seconds = self._get_training_seconds()
             is_done = self._is_done(name)
-            if not is_done and seconds < max(self._least_seconds, 0.5 * best.training_seconds):
+            if not is_done and seconds < max(self._least_seconds, 0.5 * first.training_seconds):
                 return
             settings = self._make_settings(method, learning_rate=rate)
             shown = f"both towers, {method} at {rate:g}"
-            [added] = self._train(name, shown, FURTHER, settings, best.updates, seconds)
+            [added] = self._train(name, shown, FURTHER, settings, first.updates, seconds)
             without_gain = 0 if added.score > best.score else without_gain + 1
             best = max(best, added, key=lambda each: each.score)
-            if without_gain == MAX_TRIALS_WITHOUT_GAIN:
-                return
-        if "method" not in self.job.given and not self._has_one_tower:
-            self._train_second_stage(best)
 
-    def _train_second_stage(self, first: Candidate) -> None:
-        """Train the query tower of a trained model against the documents that it encodes."""
+    def _train_second_stage(self, first: Candidate) -> list[Candidate]:
+        """Train the query tower of a trained model against the documents that it encodes.
+
+        Returns:
+            The candidate; none if there is no time, or if the time cannot be known.
+        """
         name = f"{first.folder}-second_stage"
         query_towers = [each for each in self.candidates if each.rung == QUERY_TOWER]
         if not query_towers:
-            return
+            return []
         seconds = self._get_training_seconds()
         needed = first.updates * query_towers[0].training_seconds / query_towers[0].updates
-        needed += self._num_documents["train"] * self._seconds_per_document
-        if not self._is_done(name) and seconds < needed:
-            return
+        needed += self._split.documents["train"] * self._seconds_per_document
+        if not self._is_done(name) and seconds < _RESERVE_FACTOR * needed:
+            return []
         corpus = str(self.job.data / CORPUS_FILE)
         options = {**first.settings, "trust_remote_code": self.base.trust_remote_code}
         two_stages = replace(Settings(), **options, second_stage=corpus)
@@ -682,7 +704,7 @@ class Ladder:
 
             return on_first_rank(score)
 
-        self._add(name, work)
+        return self._add(name, work)
 
     # Parts of the rungs ---------------------------------------------------------------------------
 
@@ -757,13 +779,14 @@ class Ladder:
         return count_updates(load_data(settings).dataset, args)
 
     def _get_training_seconds(self) -> float:
-        """Return the seconds that the updates of a training of both towers may take.
+        """Return the seconds that a training of both towers may take.
 
-        The trained model then encodes the documents of dev and test.
+        The trained model then encodes the documents of dev, which are most of those of test.
         """
-        num_documents = max(self._num_pool_documents, self._num_documents["test"])
+        num_documents = max(self._num_pool_documents, self._split.documents["test"])
         num_documents += self._num_guard_documents
-        return self.left() - _RESERVE_FACTOR * num_documents * self._seconds_per_document
+        seconds = _RESERVE_FACTOR * num_documents * self._seconds_per_document
+        return self.left() - seconds - self._seconds_per_score
 
     def _make_pool(self) -> None:
         """Reduce the documents of dev to those that the candidates so far find, if dev has many.

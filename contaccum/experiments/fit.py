@@ -6,8 +6,8 @@ killed continues where it stopped. All processes run the same lines. The first o
 and writes, and all decide by its clock.
 
 Terms: the base model is the model before training. A candidate is a complete way to search; see
-`contaccum.experiments.candidates`. A fold is one of several splits of a small data set into train,
-dev and test; the candidates are made on fold 0.
+`contaccum.experiments.candidates`. Free is the best search without training. A fold is one of
+several splits of a small data set into train, dev and test; the candidates are made on fold 0.
 """
 
 from __future__ import annotations
@@ -119,7 +119,7 @@ _MEASURED_TEXTS = 16  # texts by which the time of float32 and bf16 is compared
 _MIN_SPEED_UP = 1.1  # a smaller one may be noise
 _MAX_UNKNOWN_SHARE = 0.5  # of the tokens of queries; a base model with more cannot read them
 _MAX_QUERIES = 1000  # whose tokens are counted
-_END_SECONDS = 10.0  # for the search of the test set and the report
+_END_SECONDS = 5.0  # for the model and the report
 
 
 @dataclass(frozen=True)
@@ -212,7 +212,7 @@ def fit(
     """
     # What can be refused at once is refused before anything is written.
     given = read_given(settings)
-    models = [os.path.expanduser(name) for name in list_names(model)]
+    models = list(dict.fromkeys(map(os.path.expanduser, list_names(model))))
     pairs = Pairs(
         path=Path(data).expanduser(),
         corpus=None if corpus is None else Path(corpus).expanduser(),
@@ -254,7 +254,7 @@ def fit(
             proposed,
             documents,
             seconds_per_document,
-            split.documents,
+            split,
             has_bm25=bm25,
             ends_at=(_LADDER_SHARE if num_folds > 1 else 1.0) * seconds - _END_SECONDS,
             guards=guards,
@@ -273,7 +273,7 @@ def fit(
     verdicts = {}
     for kind, values in outcome["verdicts"].items():
         verdicts[kind] = Verdict(**{field.name: values[field.name] for field in fields(Verdict)})
-    shown = Path(output).expanduser()
+    shown = Path(output).expanduser()  # as the user wrote it
     for line in (
         *(f"warning: {warning}" for warning in outcome["warnings"]),
         *map(str, verdicts.values()),
@@ -281,7 +281,7 @@ def fit(
         f"model: {shown / 'model'}   report: {shown / REPORT_FILE}",
     ):
         job.print_line(line)
-    return FitResult(verdicts, shown, outcome["warnings"], base.trust_remote_code)
+    return FitResult(verdicts, folder, outcome["warnings"], base.trust_remote_code)
 
 
 # The stages, in their order -----------------------------------------------------------------------
@@ -381,9 +381,9 @@ def choose_base_model(job: Job, models: Sequence[str]) -> str:
             best = max(scores, key=lambda model: scores[model])
             line = f"base model: {model_name(best)}"
             groups = group_queries(dataset)
-            for model in scores.keys() - {best}:
+            for model in scores:
                 test = sign_flip_test(query_scores[best], query_scores[model], groups)
-                if test["low"] <= 0.0:
+                if model != best and test["low"] <= 0.0:
                     line += f"; {model_name(model)} is not significantly worse on dev"
         job.print_line(line)
         is_complete = len(scores) == len(models)
@@ -433,7 +433,7 @@ def load_base(job: Job, model: str) -> tuple[DualEncoder, Settings]:
         texts = get_passage_texts(dev.corpus)[:_MEASURED_TEXTS]
         seconds = {}
         for precision in ("float32", "bfloat16"):
-            encode_texts(base, texts[:1], "document", job.batch_size, precision)
+            encode_texts(base, texts, "document", job.batch_size, precision)  # to warm up
             started = time.perf_counter()
             encode_texts(base, texts, "document", job.batch_size, precision)
             seconds[precision] = time.perf_counter() - started
@@ -552,8 +552,8 @@ def score_other_folds(
     scores = []
     with job.budget.measure("other splits"):
         for number in range(1, num_folds):
-            is_done = (job.folder / "folds" / str(number) / RESULT_FILE).is_file
-            if not on_first_rank(is_done) and job.budget.left() < needed:
+            result = job.folder / "folds" / str(number) / RESULT_FILE
+            if not on_first_rank(result.is_file) and job.budget.left() < needed:
                 job.print_line(
                     f"the verdict is over {number} of {num_folds} splits, because the budget is "
                     "not enough for more"
@@ -590,7 +590,8 @@ def judge(
     verdicts = compute_verdicts(scores, free, chosen, 1 + len(fold_scores))
     words = {verdict.word for verdict in verdicts.values()}
     is_recommended = BETTER in words and WORSE not in words
-    write_model(job, ladder, chosen if is_recommended else free)
+    recommended = chosen if is_recommended else free
+    write_model(job, ladder, recommended)
     write_verdicts_to_card(job.folder / "model", verdicts.values(), model_name(base_model))
     write_config(job, chosen)
     warnings = []
@@ -598,7 +599,6 @@ def judge(
         warnings += warn_of_test(verdict)
     records = [verdict.record() for verdict in verdicts.values()]
     paths = {"path": str(pairs.path), "corpus": pairs.corpus and str(pairs.corpus)}
-    recommended = chosen if is_recommended else free
     lines = [describe_vectors(scores)] if chosen.system != "bm25" else []
     record = {
         "request": {**job.request, "settings": dict(job.given), **asdict(pairs), **paths},

@@ -132,8 +132,6 @@ class ContAccumTrainer(SentenceTransformerTrainer):
         loss: replaces the loss of ``args.method``; a bank in it is saved in checkpoints too.
         data_record: properties of the data for ``run.json``; a missing ``fingerprint`` is computed.
         guide: a model whose scores exclude false negatives; see `ContAccumLoss`.
-        seconds: the time for the updates. The learning rate then falls to 0 in this time if it ends
-            before the updates; see `RatesByClock`.
         **kwargs: further arguments of SentenceTransformerTrainer. ``evaluator`` may be a
             `RetrievalEvaluator`.
 
@@ -166,7 +164,6 @@ class ContAccumTrainer(SentenceTransformerTrainer):
         *,
         data_record: Mapping[str, Any] | None = None,
         guide: SentenceTransformer | None = None,
-        seconds: float | None = None,
         **kwargs: Any,
     ) -> None:
         args = args or ContAccumTrainingArguments(output_dir="runs/contaccum")
@@ -245,8 +242,6 @@ class ContAccumTrainer(SentenceTransformerTrainer):
             self.add_callback(log.EvaluationCallback(self.args.early_stopping_patience))
         if self.args.learning_rates is not None:
             self.add_callback(ListedRates(self.args.learning_rates))
-        elif seconds is not None:
-            self.add_callback(RatesByClock(seconds))
         self.signals = log.SignalCallback()
         self.add_callback(self.signals)  # the last one: a signal also cancels an evaluation
 
@@ -674,7 +669,7 @@ def train_and_save(
     """Train a model and save it into ``output_dir``: the work of `contaccum train`.
 
     Args:
-        seconds: the time for the updates; see `ContAccumTrainer`.
+        seconds: the time for loading model and data and for the updates; see `RatesByClock`.
         print_line: prints a line about the data.
 
     Returns:
@@ -684,6 +679,7 @@ def train_and_save(
         UserError: for an ``output_dir`` with another run, or settings, data or a model that cannot
             be used.
     """
+    callbacks = [] if seconds is None else [RatesByClock(seconds)]
     args = ContAccumTrainingArguments.from_settings(settings)
     output_dir = Path(str(args.output_dir))
     if settings.second_stage is not None:
@@ -714,7 +710,7 @@ def train_and_save(
     if args.process_index == 0:
         print_line(data.training.summary())
     encoder = load_encoder(settings, args)
-    trainer = make_trainer(encoder, settings, args, data, seconds=seconds)
+    trainer = make_trainer(encoder, settings, args, data, callbacks=callbacks)
     if args.logging_strategy == "no":
         trainer.remove_callback(PrinterCallback)  # it would print a summary
     # With the redirection, log lines do not break the progress bar. The logger of transformers has
