@@ -91,6 +91,27 @@ def test_training_ends_with_the_time_and_its_listed_rates_repeat_it(
     assert model_fingerprint(again) == model_fingerprint(first)
 
 
+def test_time_of_loading_counts_and_an_update_that_would_end_too_late_is_not_begun(monkeypatch):
+    clock = SimpleNamespace(seconds=0.0)
+    monkeypatch.setattr(rates, "time", SimpleNamespace(monotonic=lambda: clock.seconds))
+    callback = rates.RatesByClock(10.0)
+    clock.seconds = 4.0  # the model is loaded
+    args = SimpleNamespace(learning_rate=1.0)
+    state = SimpleNamespace(max_steps=100, global_step=20)  # resumed after 20 updates
+    control = SimpleNamespace(should_training_stop=False, should_save=False)
+    optimizer = SimpleNamespace(param_groups=[{}])
+    callback.on_train_begin(args, state, control)
+    used = []
+    while not control.should_training_stop:
+        callback.on_step_begin(args, state, control, optimizer=optimizer)
+        used.append(optimizer.param_groups[0]["lr"])
+        clock.seconds += 1.25
+        state.global_step += 1
+        callback.on_step_end(args, state, control)
+    assert clock.seconds == 9.0
+    assert used == pytest.approx([0.8, 0.79, 0.58333, 0.375], abs=1e-4)
+
+
 def test_training_that_was_killed_continues_from_the_checkpoint_of_the_clock(
     root, tmp_path, monkeypatch
 ):
