@@ -3,14 +3,15 @@
 A candidate is a complete way to search: a model, and the weight of BM25 beside it that is best on
 dev. `Ladder.climb` makes the candidates rung by rung, until the time ends:
 
-    0  no training: BM25, the base model, both together
+    0  no training: BM25 alone, and the base model
     1  a linear map of the query vectors, in closed form
     2  the query tower, trained against the vectors of all documents
     3  both towers, in trainings of growing length, until dev shows no gain
     4  a second stage, both towers at other learning rates, a gradient cache
 
-Each candidate is scored on dev as soon as it is there, and stays in a folder of its own. So the
-best one stands at every moment, and a later start of the same fit goes on from there.
+Averages of a map or a trained model with the base model are candidates too. Each candidate is
+scored on dev as soon as it is there, and its map or model stays in a folder. So the best one stands
+at every moment, and a later start of the same fit goes on from there.
 """
 
 from __future__ import annotations
@@ -71,21 +72,24 @@ FREE, LINEAR_MAP, QUERY_TOWER, BOTH_TOWERS, FURTHER = range(5)
 BM25_WEIGHTS = tuple(round(0.1 * step, 1) for step in range(10))
 """The weights of BM25 that are tried beside a model; the smallest of the best is chosen."""
 RIDGES = (1.0, 10.0, 100.0)
+"""The linear maps that are tried; see `solve_linear_map`."""
 BLENDS = (0.5, 0.75)
 """The shares of a map or a trained model in its averages with the base model."""
 MAP_FILE = "map.safetensors"
 STORE_FOLDER = "store"
 RATE_FACTOR = 3.0
+"""Other learning rates are the first one times this, and divided by it."""
 QUERY_TOWER_EPOCHS = 3
+"""The length of a training of the query tower, if that is not given."""
 FIRST_LENGTH = 16
-"""The number of updates of the first training of both towers; each further one has twice that."""
+"""The number of updates of the first training of both towers; each next one has twice as many."""
 MAX_TRIALS_WITHOUT_GAIN = 2
 LARGEST_LOSS = 0.01
 """A candidate may be so much worse than the best search without training on a kind of documents."""
 SMALL_GAIN = 0.002
 """A candidate of a higher rung must be better by more than this: less is noise."""
 MAX_POOL = 2000
-"""A dev corpus with more documents is reduced to a pool for models that must encode it anew."""
+"""A dev corpus with more documents than this is reduced for models that must encode it anew."""
 MAX_MAP_PAIRS = 20_000
 MAX_EPOCHS = 20
 """The largest number of epochs of a training whose length dev decides."""
@@ -614,7 +618,7 @@ class Ladder:
         self._blend_both_towers()
 
     def _blend_both_towers(self) -> None:
-        """Average the best model with the base model, unless it is better on all kinds."""
+        """Average the best model with the base model, if a kind of documents has lost too much."""
         upper = [each for each in self.candidates if each.rung == BOTH_TOWERS]
         if not upper:
             return
