@@ -22,9 +22,9 @@ from contaccum.settings import (
     replace,
 )
 from contaccum.training.arguments import ContAccumTrainingArguments
+from contaccum.training.micro_batch import find_largest_divisor
 from contaccum.training.proposal import MAX_PAIRS_PER_UPDATE, MICRO_BATCH, propose
 from contaccum.training.setup import MAX_QUERY_SIDE_MICRO_BATCH
-from contaccum.training.update import find_largest_divisor
 
 _QUERY_SIDE_BATCH_UNIT = 8  # the batch of a process is a multiple, so micro-batches are not tiny
 

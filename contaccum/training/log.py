@@ -36,7 +36,8 @@ from contaccum.files import read_json, write_json, write_text
 from contaccum.losses.contaccum import ContAccumLoss
 from contaccum.training.arguments import ContAccumTrainingArguments
 from contaccum.training.losses import iter_bank_losses, list_losses
-from contaccum.training.update import REMEDY_WITHOUT_NEGATIVES, Updates, peak_memory_mb
+from contaccum.training.micro_batch import peak_memory_mb
+from contaccum.training.update import REMEDY_WITHOUT_NEGATIVES, Updates
 
 logger = logging.getLogger(__name__)
 

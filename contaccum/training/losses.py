@@ -215,22 +215,6 @@ def pass_known_positives(loss: Any, datasets: Iterable[Any]) -> None:
             bank_loss.set_known_positives(query_ids, positive_ids)
 
 
-def compute_smallest_micro_batch(loss: Any, columns: Columns) -> int:
-    """Return the smallest number of pairs per micro-batch with which every query has a negative.
-
-    It is 1 if all data sets have hard negatives, or all losses have a bank, a document store, or a
-    gradient cache (which contrasts the pairs of the whole batch). Otherwise it is 2.
-    """
-    if columns and all(len(names) > 2 for names in columns.values()):
-        return 1
-    for loss_of_set in list_losses(loss):
-        has_bank = isinstance(loss_of_set, ContAccumLoss) and loss_of_set.settings.bank_size
-        has_store = isinstance(loss_of_set, QuerySideLoss)
-        if not (has_bank or has_store or uses_gradient_cache(loss_of_set)):
-            return 2
-    return 1
-
-
 def freeze_unused_parameters(
     args: ContAccumTrainingArguments, model: SentenceTransformer, features: list[dict[str, Any]]
 ) -> None:

@@ -61,12 +61,13 @@ from contaccum.training import (
     engines,
     log,
     losses,
+    micro_batch,
     passage_store,
-    update,
 )
 from contaccum.training.arguments import ContAccumTrainingArguments, get_name
 from contaccum.training.checkpoint import RunDescription
 from contaccum.training.losses import Batch, Row
+from contaccum.training.micro_batch import MEMORY_REMEDIES
 from contaccum.training.rates import ListedRates, RatesByClock
 from contaccum.training.setup import (
     RunData,
@@ -76,7 +77,7 @@ from contaccum.training.setup import (
     load_run_data,
     make_second_stage,
 )
-from contaccum.training.update import MEMORY_REMEDIES, NO_BATCH, Update, Updates
+from contaccum.training.update import NO_BATCH, Update, Updates
 
 logger = logging.getLogger(__name__)
 
@@ -231,7 +232,7 @@ class ContAccumTrainer(SentenceTransformerTrainer):
             self.loss,
             self.accelerator,
             self._count_pairs,
-            smallest=losses.compute_smallest_micro_batch(self.loss, columns),
+            smallest=micro_batch.compute_smallest_micro_batch(self.loss, columns),
             has_full_gradients=self.engine is None,
         )
         # At the front of the list: UpdateLogCallback must add the measurements of an update before
@@ -319,7 +320,7 @@ class ContAccumTrainer(SentenceTransformerTrainer):
         """Return a loader whose order depends only on seed and epoch, so that runs can resume."""
         if self.args.has_auto_micro_batch:
             # Only now: gradient checkpointing is on, and transformers has not read the batch size.
-            num_pairs = update.find_micro_batch(
+            num_pairs = micro_batch.find_micro_batch(
                 self.args,
                 self.model,
                 self.loss,
@@ -498,7 +499,7 @@ class ContAccumTrainer(SentenceTransformerTrainer):
         metric_key_prefix: str = "eval",
     ) -> dict[str, float]:
         """Evaluate as in transformers; the training stays the same with and without it."""
-        restore_random_states = update.capture_random_states()
+        restore_random_states = micro_batch.capture_random_states()
         metrics = super().evaluate(eval_dataset, ignore_keys, metric_key_prefix)
         restore_random_states()
         # Of several data sets, transformers evaluates each with a prefix of its own.
@@ -511,7 +512,7 @@ class ContAccumTrainer(SentenceTransformerTrainer):
                 log.append_line(Path(str(self.args.output_dir)) / log.EVAL_LOG, record)
             # The next update starts now.
             self.updates.current.started = time.perf_counter()
-            update.reset_peak_memory(self.args.device)
+            micro_batch.reset_peak_memory(self.args.device)
         return metrics
 
     # Checkpoints ---------------------------------------------------------------------------------
@@ -519,7 +520,7 @@ class ContAccumTrainer(SentenceTransformerTrainer):
     def save_model(self, output_dir: str | None = None, _internal_call: bool = False) -> None:
         """Save the model as transformers does, without its pickled arguments and credentials."""
         folder = Path(str(output_dir or self.args.output_dir))
-        restore_random_states = update.capture_random_states()
+        restore_random_states = micro_batch.capture_random_states()
         if self.engine is not None:
             weights = None
             # Until DeepSpeed's engine exists, the model itself has the full weights.
