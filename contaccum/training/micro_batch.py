@@ -11,14 +11,12 @@ from __future__ import annotations
 import copy
 import dataclasses
 import heapq
-import random
 from collections import defaultdict
 from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import psutil
 import torch
 from accelerate.utils.memory import clear_device_cache
@@ -74,7 +72,7 @@ def find_micro_batch(
     with each size, which takes longest with small ones. On a CPU, the operating system would kill
     the process when memory runs out. So the smallest comes first, the memory for a size is
     predicted from the memory of the size before, in proportion, and a size that may need too much
-    is not tried. The search does not change weights, bank or random states.
+    is not tried. The search changes random states, but neither weights nor bank.
 
     Args:
         args: the arguments of the run.
@@ -88,7 +86,6 @@ def find_micro_batch(
         ConfigError: if an update has fewer pairs than the smallest micro-batch.
         UserError: if the smallest micro-batch does not fit.
     """
-    restore_random_states = capture_random_states()
     model.train()  # with dropout and gradient checkpointing, as in training
     num_pairs = args.per_device_train_batch_size * args.gradient_accumulation_steps
     rows = make_longest_rows(dataset, num_pairs)
@@ -133,7 +130,6 @@ def find_micro_batch(
     largest = int(over_ranks("MIN", torch.tensor(largest, device=args.device)))
     if not largest:
         raise UserError(f"out of memory at a micro-batch of {sizes[0]}: {MEMORY_REMEDIES}")
-    restore_random_states()
     return largest
 
 
@@ -250,24 +246,3 @@ def reset_peak_memory(device: torch.device | str) -> None:
     with suppress(OSError):
         # 5 is Linux's code for setting VmHWM to the current resident memory.
         Path("/proc/self/clear_refs").write_text("5", encoding="ascii")
-
-
-def capture_random_states() -> Callable[[], None]:
-    """Return a function that restores the present states of the random number generators.
-
-    Evaluation, model cards and the search for a micro-batch size also use random numbers. The
-    training stays the same with and without them, if the states are restored afterwards. They are
-    those of Python, numpy and torch (CPU and every CUDA device).
-    """
-    python = random.getstate()
-    numpy = np.random.get_state()
-    torch_cpu = torch.get_rng_state()
-    torch_cuda = torch.cuda.get_rng_state_all() if torch.cuda.is_available() else []
-
-    def restore() -> None:
-        random.setstate(python)
-        np.random.set_state(numpy)
-        torch.set_rng_state(torch_cpu)
-        torch.cuda.set_rng_state_all(torch_cuda)
-
-    return restore

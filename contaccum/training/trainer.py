@@ -19,6 +19,7 @@ from __future__ import annotations
 import copy
 import logging
 import math
+import random
 import shutil
 import tempfile
 import time
@@ -29,6 +30,7 @@ from pathlib import Path
 from typing import Any
 from uuid import uuid4
 
+import numpy as np
 import torch
 from datasets import IterableDataset
 from safetensors.torch import save_file
@@ -320,6 +322,7 @@ class ContAccumTrainer(SentenceTransformerTrainer):
         """Return a loader whose order depends only on seed and epoch, so that runs can resume."""
         if self.args.has_auto_micro_batch:
             # Only now: gradient checkpointing is on, and transformers has not read the batch size.
+            restore_random_states = capture_random_states()
             num_pairs = micro_batch.find_micro_batch(
                 self.args,
                 self.model,
@@ -328,6 +331,7 @@ class ContAccumTrainer(SentenceTransformerTrainer):
                 self.updates.smallest,
                 self._try_rows,
             )
+            restore_random_states()
             self.updates.set_micro_batch_size(num_pairs)
             logger.info(f"micro-batches of {num_pairs} pairs, the most that memory allows")
         if isinstance(self.train_dataset, IterableDataset):
@@ -499,7 +503,7 @@ class ContAccumTrainer(SentenceTransformerTrainer):
         metric_key_prefix: str = "eval",
     ) -> dict[str, float]:
         """Evaluate as in transformers; the training stays the same with and without it."""
-        restore_random_states = micro_batch.capture_random_states()
+        restore_random_states = capture_random_states()
         metrics = super().evaluate(eval_dataset, ignore_keys, metric_key_prefix)
         restore_random_states()
         # Of several data sets, transformers evaluates each with a prefix of its own.
@@ -520,7 +524,7 @@ class ContAccumTrainer(SentenceTransformerTrainer):
     def save_model(self, output_dir: str | None = None, _internal_call: bool = False) -> None:
         """Save the model as transformers does, without its pickled arguments and credentials."""
         folder = Path(str(output_dir or self.args.output_dir))
-        restore_random_states = micro_batch.capture_random_states()
+        restore_random_states = capture_random_states()
         if self.engine is not None:
             weights = None
             # Until DeepSpeed's engine exists, the model itself has the full weights.
@@ -628,6 +632,27 @@ class ContAccumTrainer(SentenceTransformerTrainer):
             saved = DualEncoder(checkpoint_path, device="cpu", trust_remote_code=trusted)
             weights = dict(saved.state_dict())
         engines.load_full_weights(self.model, weights, is_sharded=self.is_fsdp_enabled)
+
+
+def capture_random_states() -> Callable[[], None]:
+    """Return a function that restores the present states of the random number generators.
+
+    Evaluation, model cards and the search for a micro-batch size also use random numbers. The
+    training stays the same with and without them, if the states are restored afterwards. They are
+    those of Python, numpy and torch (CPU and every CUDA device).
+    """
+    python = random.getstate()
+    numpy = np.random.get_state()
+    torch_cpu = torch.get_rng_state()
+    torch_cuda = torch.cuda.get_rng_state_all() if torch.cuda.is_available() else []
+
+    def restore() -> None:
+        random.setstate(python)
+        np.random.set_state(numpy)
+        torch.set_rng_state(torch_cpu)
+        torch.cuda.set_rng_state_all(torch_cuda)
+
+    return restore
 
 
 # A training by settings --------------------------------------------------------------------------
