@@ -122,10 +122,8 @@ def find_micro_batch(
         if fits:
             memory_of_largest = peak_memory_mb(args.device) - memory_before
             largest = size
-        is_last = fits
-        if is_host:
-            is_last = not fits  # larger sizes do not fit either
-        if is_last:
+        # A GPU takes the first size that fits. On a CPU, larger ones do not fit either.
+        if fits != is_host:
             break
     largest = int(over_ranks("MIN", torch.tensor(largest, device=args.device)))
     if not largest:
