@@ -29,7 +29,8 @@ from contaccum.errors import ConfigError, UserError, is_out_of_memory
 from contaccum.losses.contaccum import ContAccumLoss
 from contaccum.losses.query_side import QuerySideLoss
 from contaccum.training.arguments import ContAccumTrainingArguments
-from contaccum.training.losses import Columns, Row, iter_bank_losses, list_losses
+from contaccum.training.columns import Columns
+from contaccum.training.losses import Row, iter_bank_losses, list_losses
 
 MEMORY_REMEDIES = (
     "set bf16=true or gradient_checkpointing=true, lower passage_max_length or bank_size, or train "

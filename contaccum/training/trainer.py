@@ -68,6 +68,7 @@ from contaccum.training import (
 )
 from contaccum.training.arguments import ContAccumTrainingArguments, get_name
 from contaccum.training.checkpoint import RunDescription
+from contaccum.training.columns import check_columns, get_text_columns, set_column_roles
 from contaccum.training.losses import Batch, Row
 from contaccum.training.micro_batch import MEMORY_REMEDIES
 from contaccum.training.rates import ListedRates, RatesByClock
@@ -177,8 +178,8 @@ class ContAccumTrainer(SentenceTransformerTrainer):
         args = copy.copy(args)  # some settings are changed below, and the caller's must not change
         self.samplings = get_samplings(train_dataset)  # a sampling draws new texts in each epoch
         dataset = eval_dataset if train_dataset is None else train_dataset
-        columns = losses.get_text_columns(dataset)
-        losses.set_column_roles(args, model, columns)
+        columns = get_text_columns(dataset)
+        set_column_roles(args, model, columns)
         model.model_card_data.ir_model = True  # it shows how to encode queries and documents
         if loss is None and args.method == "query_side":
             loss, collator, train_dataset, eval_dataset = passage_store.set_up_query_side(
@@ -187,7 +188,7 @@ class ContAccumTrainer(SentenceTransformerTrainer):
             kwargs.setdefault("data_collator", collator)
         if loss is None:
             loss = make_loss(model, args, guide)
-        losses.check_columns(args, loss, columns)
+        check_columns(args, loss, columns)
         losses.disable_unused_parameter_search(args, model, loss)
         args.hub_strategy = HubStrategy.END  # checkpoints contain local paths
         self.batch_sampler: Any = None  # the sampler of the data loader; None for a stream
