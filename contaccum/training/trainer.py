@@ -80,6 +80,11 @@ from contaccum.training.setup import (
     load_run_data,
     make_second_stage,
 )
+from contaccum.training.unused_parameters import (
+    disable_unused_parameter_search,
+    freeze_unused_parameters,
+    reads_only_embeddings,
+)
 from contaccum.training.update import NO_BATCH, Update, Updates
 
 logger = logging.getLogger(__name__)
@@ -189,7 +194,7 @@ class ContAccumTrainer(SentenceTransformerTrainer):
         if loss is None:
             loss = make_loss(model, args, guide)
         check_columns(args, loss, columns)
-        losses.disable_unused_parameter_search(args, model, loss)
+        disable_unused_parameter_search(args, model, loss)
         args.hub_strategy = HubStrategy.END  # checkpoints contain local paths
         self.batch_sampler: Any = None  # the sampler of the data loader; None for a stream
         self.run_id: str | None = None  # set by train(); a resumed run keeps its id
@@ -201,13 +206,13 @@ class ContAccumTrainer(SentenceTransformerTrainer):
             for described_set in [*card.train_datasets, *card.eval_datasets]:
                 for key in ("examples", "examples_table"):
                     described_set.pop(key, None)
-        if losses.reads_only_embeddings(loss):
+        if reads_only_embeddings(loss):
             features: list[Batch] = []  # of each column in the first row of each data set
             for part in losses.list_parts(self.train_dataset):
                 for row in islice(part or (), 1):
                     column_features, _ = self.collect_features(self.data_collator([row]))
                     features += column_features
-            losses.freeze_unused_parameters(self.args, self.model, features)
+            freeze_unused_parameters(self.args, self.model, features)
         if self.is_fsdp_enabled and has_adapter(model) and not is_tied(model):
             raise ConfigError(
                 "fsdp with adapters of two towers: FSDP cannot shard the base model that both "
