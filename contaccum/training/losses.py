@@ -1,4 +1,4 @@
-"""The training loss, its parts and its known positives.
+"""The training loss: that of a method, its parts, and the known positives that it needs.
 
 A training loss is a single loss, or a dictionary with one loss for each data set. A data set is
 likewise a single set, or a dictionary of sets by name.
@@ -11,17 +11,59 @@ from typing import Any
 
 import numpy as np
 import torch
+from sentence_transformers import SentenceTransformer
 from sentence_transformers.losses import MatryoshkaLoss
+from sentence_transformers.util import cos_sim, dot_score
 
 from contaccum.data.sampling import get_samplings
-from contaccum.losses.contaccum import ContAccumLoss
+from contaccum.encoders.dual_encoder import SIMILARITY_NAMES
+from contaccum.losses.contaccum import CachedContAccumLoss, ContAccumLoss, LossKeywords
 from contaccum.losses.query_side import QuerySideLoss
 from contaccum.retrieval.documents import StoreDocuments
+from contaccum.settings import select
+from contaccum.training.arguments import ContAccumTrainingArguments
 
 Row = dict[str, Any]
 """A row of a training set: texts by column, and a label if the set has labels."""
 Batch = dict[str, Any]
 """A collated batch: the features of all columns by name, and the labels."""
+
+
+def make_loss(
+    model: SentenceTransformer,
+    args: ContAccumTrainingArguments,
+    guide: SentenceTransformer | None = None,
+) -> ContAccumLoss | MatryoshkaLoss:
+    """Return the loss for ``args.method``, one with a bank or without.
+
+    Without a bank, it equals MultipleNegativesRankingLoss (or its cached version) up to rounding,
+    except for masked false negatives and centred gradients. With ``args.matryoshka_dims``, it is
+    the sum of the losses of embeddings truncated to each of these sizes.
+    """
+    model_similarity = "cos"
+    if str(getattr(model, "similarity_fn_name", "cosine")).endswith("dot"):
+        model_similarity = "dot"
+    similarity = args.similarity or model_similarity
+    if args.similarity is not None:
+        # The saved model must be searched with the similarity that it was trained with.
+        model.similarity_fn_name = SIMILARITY_NAMES[similarity]
+    settings = {
+        **select(args, LossKeywords),
+        "bank_size": args.bank_size or 0,
+        "scale": 1.0 / args.get_temperature(similarity),
+        "similarity_fct": cos_sim if similarity == "cos" else dot_score,
+        "gather_across_devices": args.is_gathered,
+        "guide": guide,
+    }
+    loss: ContAccumLoss
+    if args.has_gradient_cache:
+        mini_batch_size = args.pairs_per_micro_batch
+        loss = CachedContAccumLoss(model, mini_batch_size=mini_batch_size, **settings)
+    else:
+        loss = ContAccumLoss(model, **settings)
+    if args.matryoshka_dims:
+        return MatryoshkaLoss(model, loss, args.matryoshka_dims)
+    return loss
 
 
 def list_parts(value: Any) -> list[Any]:

@@ -35,8 +35,6 @@ import torch
 from datasets import IterableDataset
 from safetensors.torch import save_file
 from sentence_transformers import SentenceTransformer, SentenceTransformerTrainer
-from sentence_transformers.losses import MatryoshkaLoss
-from sentence_transformers.util import cos_sim, dot_score
 from torch import Tensor, nn
 from torch.utils.data import DataLoader
 from tqdm.contrib.logging import logging_redirect_tqdm
@@ -48,16 +46,16 @@ from contaccum.data.samplers import RESUMABLE_SAMPLERS
 from contaccum.data.sampling import get_samplings
 from contaccum.distributed import broadcast
 from contaccum.encoders.adapters import has_adapter, merge_adapter, replace_saved_adapter
-from contaccum.encoders.dual_encoder import SIMILARITY_NAMES, DualEncoder
+from contaccum.encoders.dual_encoder import DualEncoder
 from contaccum.encoders.loading import copy_module_code, loading, require_model
 from contaccum.encoders.settings import is_tied
 from contaccum.errors import ConfigError, DataError, UserError, is_out_of_memory
 from contaccum.evaluation.evaluator import RetrievalEvaluator
 from contaccum.files import redact, require_writable, write_json, write_text
-from contaccum.losses.contaccum import CachedContAccumLoss, ContAccumLoss, LossKeywords
+from contaccum.losses.contaccum import ContAccumLoss
 from contaccum.losses.text_ids import count_texts
 from contaccum.merging import merge_models
-from contaccum.settings import Settings, replace, select
+from contaccum.settings import Settings, replace
 from contaccum.training import (
     checkpoint,
     engines,
@@ -91,43 +89,6 @@ logger = logging.getLogger(__name__)
 
 FIRST_STAGE = "first_stage"
 """Folder in ``output_dir`` of the training before a second stage."""
-
-
-def make_loss(
-    model: SentenceTransformer,
-    args: ContAccumTrainingArguments,
-    guide: SentenceTransformer | None = None,
-) -> ContAccumLoss | MatryoshkaLoss:
-    """Return the loss for ``args.method``, one with a bank or without.
-
-    Without a bank, it equals MultipleNegativesRankingLoss (or its cached version) up to rounding,
-    except for masked false negatives and centred gradients. With ``args.matryoshka_dims``, it is
-    the sum of the losses of embeddings truncated to each of these sizes.
-    """
-    model_similarity = "cos"
-    if str(getattr(model, "similarity_fn_name", "cosine")).endswith("dot"):
-        model_similarity = "dot"
-    similarity = args.similarity or model_similarity
-    if args.similarity is not None:
-        # The saved model must be searched with the similarity that it was trained with.
-        model.similarity_fn_name = SIMILARITY_NAMES[similarity]
-    settings = {
-        **select(args, LossKeywords),
-        "bank_size": args.bank_size or 0,
-        "scale": 1.0 / args.get_temperature(similarity),
-        "similarity_fct": cos_sim if similarity == "cos" else dot_score,
-        "gather_across_devices": args.is_gathered,
-        "guide": guide,
-    }
-    loss: ContAccumLoss
-    if args.has_gradient_cache:
-        mini_batch_size = args.pairs_per_micro_batch
-        loss = CachedContAccumLoss(model, mini_batch_size=mini_batch_size, **settings)
-    else:
-        loss = ContAccumLoss(model, **settings)
-    if args.matryoshka_dims:
-        return MatryoshkaLoss(model, loss, args.matryoshka_dims)
-    return loss
 
 
 class ContAccumTrainer(SentenceTransformerTrainer):
@@ -192,7 +153,7 @@ class ContAccumTrainer(SentenceTransformerTrainer):
             )
             kwargs.setdefault("data_collator", collator)
         if loss is None:
-            loss = make_loss(model, args, guide)
+            loss = losses.make_loss(model, args, guide)
         check_columns(args, loss, columns)
         disable_unused_parameter_search(args, model, loss)
         args.hub_strategy = HubStrategy.END  # checkpoints contain local paths
