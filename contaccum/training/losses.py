@@ -6,7 +6,7 @@ likewise a single set, or a dictionary of sets by name.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
 from typing import Any
 
 import numpy as np
@@ -23,8 +23,6 @@ from contaccum.retrieval.documents import StoreDocuments
 from contaccum.settings import select
 from contaccum.training.arguments import ContAccumTrainingArguments
 
-Row = dict[str, Any]
-"""A row of a training set: texts by column, and a label if the set has labels."""
 Batch = dict[str, Any]
 """A collated batch: the features of all columns by name, and the labels."""
 
@@ -90,15 +88,15 @@ def get_batch_loss(loss: Any, batch: Batch) -> Any:
     return unwrap_matryoshka(loss)
 
 
-def iter_bank_losses(loss: Any) -> Iterator[ContAccumLoss]:
-    """Yield every ContAccumLoss in a training loss once, including one inside a MatryoshkaLoss."""
+def list_bank_losses(loss: Any) -> list[ContAccumLoss]:
+    """Return every ContAccumLoss in a training loss once, including one inside a MatryoshkaLoss."""
     bank_losses: list[ContAccumLoss] = []
     for loss_of_set in list_losses(loss):
         for module in loss_of_set.modules():
             # Several data sets may share a loss.
             if isinstance(module, ContAccumLoss) and module not in bank_losses:
                 bank_losses.append(module)
-    yield from bank_losses
+    return bank_losses
 
 
 def get_store_documents(loss: Any) -> StoreDocuments | None:
@@ -119,5 +117,5 @@ def pass_known_positives(loss: Any, datasets: Iterable[Any]) -> None:
                 tables.append(sampling.known_positives)
     if tables:
         query_ids, positive_ids = torch.from_numpy(np.concatenate(tables)).T.contiguous()
-        for bank_loss in iter_bank_losses(loss):
+        for bank_loss in list_bank_losses(loss):
             bank_loss.set_known_positives(query_ids, positive_ids)

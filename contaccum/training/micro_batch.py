@@ -30,7 +30,10 @@ from contaccum.losses.contaccum import ContAccumLoss
 from contaccum.losses.query_side import QuerySideLoss
 from contaccum.training.arguments import ContAccumTrainingArguments
 from contaccum.training.columns import Columns
-from contaccum.training.losses import Row, iter_bank_losses, list_losses
+from contaccum.training.losses import list_bank_losses, list_losses
+
+Row = dict[str, Any]
+"""A row of a training set: texts by column, and a label if the set has labels."""
 
 MEMORY_REMEDIES = (
     "set bf16=true or gradient_checkpointing=true, lower passage_max_length or bank_size, or train "
@@ -152,7 +155,7 @@ def try_micro_batch(
     """
     # The memo makes deepcopy use the same model instead of a copy.
     trial_loss = copy.deepcopy(loss, memo={id(model): model})
-    for module in iter_bank_losses(trial_loss):
+    for module in list_bank_losses(trial_loss):
         # Ranks may run out of memory at different sizes, so a trial must not wait for other ranks
         # to gather their embeddings.
         module.settings = dataclasses.replace(module.settings, gather_across_devices=False)

@@ -23,7 +23,7 @@ import random
 import shutil
 import tempfile
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from contextlib import nullcontext
 from itertools import islice
 from pathlib import Path
@@ -67,8 +67,8 @@ from contaccum.training import (
 from contaccum.training.arguments import ContAccumTrainingArguments, get_name
 from contaccum.training.checkpoint import RunDescription
 from contaccum.training.columns import check_columns, get_text_columns, set_column_roles
-from contaccum.training.losses import Batch, Row
-from contaccum.training.micro_batch import MEMORY_REMEDIES
+from contaccum.training.losses import Batch
+from contaccum.training.micro_batch import MEMORY_REMEDIES, Row
 from contaccum.training.rates import ListedRates, RatesByClock
 from contaccum.training.setup import (
     RunData,
@@ -220,9 +220,9 @@ class ContAccumTrainer(SentenceTransformerTrainer):
         self.signals = log.SignalCallback()
         self.add_callback(self.signals)  # the last one: a signal also cancels an evaluation
 
-    def bank_losses(self) -> Iterator[ContAccumLoss]:
-        """Yield every ContAccumLoss in the training loss; see `losses.iter_bank_losses`."""
-        return losses.iter_bank_losses(self.loss)
+    def bank_losses(self) -> list[ContAccumLoss]:
+        """Return every ContAccumLoss in the training loss; see `losses.list_bank_losses`."""
+        return losses.list_bank_losses(self.loss)
 
     @property
     def engine(self) -> str | None:

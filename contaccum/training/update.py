@@ -29,7 +29,7 @@ from contaccum.training.arguments import ContAccumTrainingArguments
 from contaccum.training.losses import (
     Batch,
     get_batch_loss,
-    iter_bank_losses,
+    list_bank_losses,
     list_losses,
     list_parts,
 )
@@ -231,7 +231,7 @@ class Updates:
         If ranks share a bank, the number counts the pairs of all ranks.
         """
         pairs_of_sets = self.current.pairs_of_sets
-        for bank_loss in iter_bank_losses(self._loss):
+        for bank_loss in list_bank_losses(self._loss):
             num_pairs = pairs_of_sets.total()
             if isinstance(self._loss, dict):
                 # Each loss receives only the pairs of its own data sets.
