@@ -16,9 +16,10 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from contaccum.bank.full_softmax import DocumentBlock, multiply, without_tf32
+from contaccum.bank.full_softmax import DocumentBlock
 from contaccum.errors import UserError
 from contaccum.retrieval.encode import Similarity
+from contaccum.retrieval.products import multiply, without_tf32
 from contaccum.retrieval.store import EmbeddingStore
 
 Embeddings = np.ndarray | EmbeddingStore
