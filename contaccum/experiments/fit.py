@@ -95,10 +95,10 @@ from contaccum.files import (
     atomic_folder,
     provenance,
     read_json,
-    redact,
     write_json,
     write_text,
 )
+from contaccum.redaction import redact
 from contaccum.report.fit_page import build_fit_page
 from contaccum.retrieval.bm25 import fuse_runs
 from contaccum.retrieval.documents import StoreDocuments

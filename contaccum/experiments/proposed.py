@@ -12,7 +12,7 @@ from contaccum.distributed import world_size
 from contaccum.encoders.loading import is_sentence_transformer
 from contaccum.errors import ConfigError
 from contaccum.experiments.run import start_ranks
-from contaccum.files import refuse_credentials
+from contaccum.redaction import refuse_credentials
 from contaccum.settings import (
     WITH_BANK,
     WITH_QUERY_BANK,

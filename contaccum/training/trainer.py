@@ -51,10 +51,11 @@ from contaccum.encoders.loading import copy_module_code, loading, require_model
 from contaccum.encoders.settings import is_tied
 from contaccum.errors import ConfigError, DataError, UserError, is_out_of_memory
 from contaccum.evaluation.evaluator import RetrievalEvaluator
-from contaccum.files import redact, require_writable, write_json, write_text
+from contaccum.files import require_writable, write_json, write_text
 from contaccum.losses.contaccum import ContAccumLoss
 from contaccum.losses.text_ids import count_texts
 from contaccum.merging import merge_models
+from contaccum.redaction import redact
 from contaccum.settings import Settings, replace
 from contaccum.training import (
     checkpoint,
