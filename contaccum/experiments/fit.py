@@ -98,7 +98,6 @@ from contaccum.files import (
     write_json,
     write_text,
 )
-from contaccum.redaction import redact
 from contaccum.report.fit_page import build_fit_page
 from contaccum.retrieval.bm25 import fuse_runs
 from contaccum.retrieval.documents import StoreDocuments
@@ -624,7 +623,7 @@ def judge(
         "budget_seconds": job.budget.seconds,
         "made_with": {**provenance(), "time": datetime.now(UTC).isoformat(timespec="seconds")},
     }
-    write_json(job.folder / RECORD_FILE, redact(record))
+    write_json(job.folder / RECORD_FILE, record)
     write_text(job.folder / REPORT_FILE, build_fit_page(job.folder))
     return {"verdicts": record["verdicts"], "lines": lines, "warnings": warnings}
 
