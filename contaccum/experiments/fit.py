@@ -58,7 +58,16 @@ from contaccum.experiments.candidates import (
     load_candidate,
     read_kinds,
 )
-from contaccum.experiments.folds import Pairs, collect_scores, pool_scores, score_fold
+from contaccum.experiments.comparison import (
+    ScoreColumns,
+    SystemResult,
+    collect_scores,
+    compare_queries,
+    pool_scores,
+    search_test_set,
+    select_shown_metrics,
+)
+from contaccum.experiments.folds import Pairs, score_fold
 from contaccum.experiments.proposed import (
     check_given,
     make_absolute,
@@ -79,14 +88,9 @@ from contaccum.experiments.run import (
     require_same_work,
 )
 from contaccum.experiments.verdict import (
-    ScoreColumns,
-    SystemResult,
     Verdict,
-    compare_queries,
     compute_verdicts,
     describe_vectors,
-    search_test_set,
-    select_shown_metrics,
     warn_of_test,
     write_verdicts_to_card,
 )

@@ -33,10 +33,11 @@ from contaccum.experiments import fit as fit_module
 from contaccum.experiments import folds, proposed
 from contaccum.experiments.budget import Budget
 from contaccum.experiments.candidates import Candidate
+from contaccum.experiments.comparison import ScoreColumns
 from contaccum.experiments.fit import FitResult
 from contaccum.experiments.folds import Pairs
 from contaccum.experiments.run import Job, Trained
-from contaccum.experiments.verdict import ScoreColumns, compute_verdicts
+from contaccum.experiments.verdict import compute_verdicts
 from contaccum.files import lock_folder, write_json
 from contaccum.retrieval.encode import model_fingerprint
 from contaccum.retrieval.store import EmbeddingStore
