@@ -5,7 +5,8 @@ The test set is used for the verdict only, and never to choose a candidate.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import statistics
+from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -16,7 +17,7 @@ from contaccum.data.rows import RecordReport
 from contaccum.encoders.dual_encoder import DualEncoder
 from contaccum.evaluation.evaluator import RetrievalEvaluator
 from contaccum.evaluation.results import Run
-from contaccum.experiments.candidates import Candidate, search_with
+from contaccum.experiments.candidates import MEAN, Candidate, search_with
 from contaccum.retrieval.bm25 import fuse_runs
 
 SYSTEMS = ("bm25", "base", "base_with_bm25", "trained", "trained_with_bm25")
@@ -27,7 +28,7 @@ ScoreColumns = dict[str, dict[str, Any]]
 MAX_SHOWN_QUERIES = 10
 """The record shows so many queries with the largest gains, and as many with the largest losses."""
 
-_SHOWN_METRICS = ("NDCG@10", "MRR@10", "Recall@100")
+_SHOWN_METRICS = ("NDCG@10", "MRR@10", "Recall@100")  # their names in the report
 _NUM_TOP_DOCUMENTS = 3  # retrieved documents that the record shows for a query
 
 
@@ -123,9 +124,37 @@ def pool_scores(fold_scores: Sequence[ScoreColumns]) -> ScoreColumns:
     return pooled
 
 
-def select_shown_metrics(means: Mapping[str, float]) -> dict[str, float]:
-    """Return {name in a report, such as "NDCG@10": mean} of the metrics that a report shows."""
-    return {name: means[name.lower()] for name in _SHOWN_METRICS}
+def tabulate(
+    results: Mapping[str, SystemResult],
+    scores: ScoreColumns,
+    kinds: Collection[str],
+    candidates: Sequence[Candidate],
+    chosen: Candidate,
+) -> list[dict[str, Any]]:
+    """Return a row for each system: its name and its scores on dev and test."""
+    bm25_candidate, base_candidate = candidates[:2]
+    rows = (
+        ("bm25", "BM25", bm25_candidate.scores),
+        ("base", base_candidate.name, base_candidate.vectors),
+        ("base_with_bm25", f"{base_candidate.name} with BM25", base_candidate.scores),
+        ("trained", chosen.name, chosen.vectors),
+        ("trained_with_bm25", f"{chosen.name} with BM25", chosen.scores),
+    )
+    table = []
+    for system, name, dev in rows:
+        row = {"name": name, "dev": dev.get(MEAN)}  # None for the vectors of BM25
+        row |= {metric: results[system].means[metric.lower()] for metric in _SHOWN_METRICS}
+        if len(kinds) > 1:
+            for kind in kinds:
+                of_kind = [
+                    score
+                    for query, score in scores[system].items()
+                    if scores["known"][query] == (kind == "known")
+                ]
+                # All queries of a kind may be those of other splits.
+                row[kind] = statistics.fmean(of_kind) if of_kind else None
+        table.append(row)
+    return table
 
 
 def compare_queries(
