@@ -11,6 +11,7 @@ from typing import Any
 from sentence_transformers import SentenceTransformer
 
 from contaccum.data.sampling import LABELS
+from contaccum.encoders.settings import get_prompt
 from contaccum.errors import ConfigError
 from contaccum.losses.contaccum import ContAccumLoss
 from contaccum.training.arguments import ContAccumTrainingArguments
@@ -47,17 +48,12 @@ def set_column_roles(
     common_roles: dict[str, str] = {}
     common_prompts: dict[str, str] = {}
     for name, column_names in columns.items():
-        roles = dict.fromkeys(column_names, "document")
-        roles[column_names[0]] = "query"
-        prompts = {}
-        for column, role in roles.items():
-            prompt = model.prompts.get(role)
-            if prompt:
-                prompts[column] = prompt
+        roles = dict.fromkeys(column_names, "document") | {column_names[0]: "query"}
+        prompts = {column: get_prompt(model, role) for column, role in roles.items()}
         roles_by_set[name] = roles
-        prompts_by_set[name] = prompts
+        prompts_by_set[name] = {column: prompt for column, prompt in prompts.items() if prompt}
         common_roles |= roles
-        common_prompts |= prompts
+        common_prompts |= prompts_by_set[name]
     # Where the roles of a column differ, a later set has overwritten the role of an earlier set.
     roles_agree = all(roles.items() <= common_roles.items() for roles in roles_by_set.values())
     if not args.router_mapping:

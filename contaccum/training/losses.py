@@ -14,6 +14,7 @@ import torch
 from sentence_transformers import SentenceTransformer
 from sentence_transformers.losses import MatryoshkaLoss
 from sentence_transformers.util import cos_sim, dot_score
+from torch import nn
 
 from contaccum.data.sampling import get_samplings
 from contaccum.encoders.dual_encoder import SIMILARITY_NAMES
@@ -90,13 +91,8 @@ def get_batch_loss(loss: Any, batch: Batch) -> Any:
 
 def list_bank_losses(loss: Any) -> list[ContAccumLoss]:
     """Return every ContAccumLoss in a training loss once, including one inside a MatryoshkaLoss."""
-    bank_losses: list[ContAccumLoss] = []
-    for loss_of_set in list_losses(loss):
-        for module in loss_of_set.modules():
-            # Several data sets may share a loss.
-            if isinstance(module, ContAccumLoss) and module not in bank_losses:
-                bank_losses.append(module)
-    return bank_losses
+    modules = nn.ModuleList(list_parts(loss)).modules()  # once each: data sets may share a loss
+    return [module for module in modules if isinstance(module, ContAccumLoss)]
 
 
 def get_store_documents(loss: Any) -> StoreDocuments | None:

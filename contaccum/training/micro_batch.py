@@ -11,6 +11,7 @@ from __future__ import annotations
 import copy
 import dataclasses
 import heapq
+import itertools
 from collections import defaultdict
 from collections.abc import Callable
 from contextlib import suppress
@@ -189,13 +190,9 @@ def make_longest_rows(dataset: Any, num_rows: int) -> list[Row]:
                 candidates = longest[column] + [str(text) for text in texts if text]
                 longest[column] = heapq.nlargest(num_rows, candidates, key=len)
         positives = list(longest.values())[1]  # queries are the first column
-        rows: list[Row] = []
-        for index in range(num_rows):
-            row: Row = {}
-            for column, longest_texts in longest.items():
-                available = longest_texts or positives  # negatives that are filled in later
-                row[column] = available[index % len(available)]
-            rows.append(row)
+        # A column of negatives may be empty: they are filled in later.
+        columns = {column: itertools.cycle(texts or positives) for column, texts in longest.items()}
+        rows = [{column: next(texts) for column, texts in columns.items()} for _ in range(num_rows)]
         num_characters = sum(len(text) for row in rows for text in row.values())
         if num_characters > most_characters:
             most_characters = num_characters

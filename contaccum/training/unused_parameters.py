@@ -12,7 +12,8 @@ from sentence_transformers.losses import (
     CachedMultipleNegativesRankingLoss,
     MultipleNegativesRankingLoss,
 )
-from torch import Tensor, nn
+from sentence_transformers.util import batch_to_device
+from torch import nn
 
 from contaccum.encoders.settings import is_tied, without_dropout
 from contaccum.errors import ConfigError
@@ -79,10 +80,7 @@ def freeze_unused_parameters(
     if not features:
         return
     freezes_unreached = args.world_size > 1 and args.ddp_find_unused_parameters is False
-    parameters = {}
-    for name, parameter in model.named_parameters():
-        if parameter.requires_grad:
-            parameters[name] = parameter
+    parameters = {name: x for name, x in model.named_parameters() if x.requires_grad}
     if not parameters:
         raise ConfigError("every weight of the model is frozen (requires_grad=False): train some")
     modules_run: set[nn.Module] = set()
@@ -93,18 +91,13 @@ def freeze_unused_parameters(
         hooks.append(hook)
     try:
         for column in features:
-            on_device = dict(column)
-            for key, value in column.items():
-                if isinstance(value, Tensor):
-                    on_device[key] = value.to(model.device)
             with torch.enable_grad(), without_dropout(model):
+                on_device = batch_to_device(dict(column), model.device)
                 embedding = model(on_device)["sentence_embedding"]
             gradients = torch.autograd.grad(
                 embedding.sum(), list(parameters.values()), allow_unused=True
             )
-            for name, gradient in zip(parameters, gradients, strict=True):
-                if gradient is not None:
-                    used.add(name)
+            used |= {name for name, x in zip(parameters, gradients, strict=True) if x is not None}
     finally:
         for hook in hooks:
             hook.remove()
