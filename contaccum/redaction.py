@@ -70,10 +70,8 @@ def refuse_credentials(options: Mapping[str, Any]) -> None:
 def _redact(content: Any, credentials: list[tuple[str, str]]) -> Any:
     """Return ``content`` without the credentials, and without users and keys in URLs."""
     if isinstance(content, dict):
-        redacted = {}
-        for key, value in content.items():
-            redacted[_redact(key, credentials)] = _redact(value, credentials)
-        return redacted
+        items = content.items()
+        return {_redact(key, credentials): _redact(value, credentials) for key, value in items}
     if isinstance(content, (list, tuple)):
         return type(content)(_redact(item, credentials) for item in content)
     if not isinstance(content, str) or hasattr(content, "__html__"):  # Jinja's Markup is a str

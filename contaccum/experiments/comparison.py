@@ -166,13 +166,14 @@ def compare_queries(
         dataset: the test set.
         base, trained: the results of the base model and of the trained model.
     """
-    gains = {}
-    for query_id, base_score in base.query_scores.items():
-        gains[query_id] = trained.query_scores[query_id] - base_score
-    ascending = sorted(gains, key=lambda query_id: gains[query_id])
-    descending = sorted(gains, key=lambda query_id: -gains[query_id])
-    gained = [query_id for query_id in descending if gains[query_id] > 0]
-    lost = [query_id for query_id in ascending if gains[query_id] < 0]
+    gains = {
+        query_id: trained.query_scores[query_id] - base_score
+        for query_id, base_score in base.query_scores.items()
+    }
+    gained = [query_id for query_id, gain in gains.items() if gain > 0]
+    gained.sort(key=gains.__getitem__, reverse=True)
+    lost = [query_id for query_id, gain in gains.items() if gain < 0]
+    lost.sort(key=gains.__getitem__)
 
     def describe(query_ids: list[str]) -> list[dict[str, Any]]:
         shown = query_ids[:MAX_SHOWN_QUERIES]
@@ -191,15 +192,12 @@ def _describe_query(
     dataset: BeirDataset, query_id: str, base: SystemResult, trained: SystemResult
 ) -> dict[str, Any]:
     """Return the texts of a query, its relevant documents and its top documents, with scores."""
-    relevant_documents = []
-    for document_id, grade in dataset.qrels[query_id].items():
-        if grade > 0 and document_id in dataset.corpus:
-            relevant_documents.append(dict(dataset.corpus[document_id]))
+    relevant = [name for name, grade in dataset.qrels[query_id].items() if grade > 0]
     return {
         "query": dataset.queries[query_id],
         "before": base.query_scores[query_id],
         "after": trained.query_scores[query_id],
-        "gold": relevant_documents,
+        "gold": [dict(dataset.corpus[name]) for name in relevant if name in dataset.corpus],
         "top_before": _get_top_documents(dataset, query_id, base.run),
         "top_after": _get_top_documents(dataset, query_id, trained.run),
     }

@@ -1,7 +1,7 @@
 """Data and models of a training run from its settings.
 
-``args`` are the training arguments of the settings, which also know the machine. `contaccum train`,
-`tune` and `fit` all use these functions, so that the same settings always give the same run.
+``args`` are the training arguments of the settings, which also know the machine. `contaccum train`
+and `fit` both use these functions, so that the same settings always give the same run.
 """
 
 from __future__ import annotations

@@ -80,7 +80,7 @@ def freeze_unused_parameters(
     if not features:
         return
     freezes_unreached = args.world_size > 1 and args.ddp_find_unused_parameters is False
-    parameters = {name: x for name, x in model.named_parameters() if x.requires_grad}
+    parameters = {name: weight for name, weight in model.named_parameters() if weight.requires_grad}
     if not parameters:
         raise ConfigError("every weight of the model is frozen (requires_grad=False): train some")
     modules_run: set[nn.Module] = set()
@@ -97,7 +97,9 @@ def freeze_unused_parameters(
             gradients = torch.autograd.grad(
                 embedding.sum(), list(parameters.values()), allow_unused=True
             )
-            used |= {name for name, x in zip(parameters, gradients, strict=True) if x is not None}
+            for name, gradient in zip(parameters, gradients, strict=True):
+                if gradient is not None:
+                    used.add(name)
     finally:
         for hook in hooks:
             hook.remove()
