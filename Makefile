@@ -18,6 +18,7 @@ LOWEST += httpx==0.28.1 httpcore==1.0.9 certifi==2026.10.18 dill==0.4.0 multipro
 # `evaluate`, `encode` and `export` from end to end.
 LOWEST_TESTS := tests/losses/test_contaccum_loss.py tests/encoders/test_dual_encoder.py \
 	tests/encoders/test_adapters.py tests/test_loops.py tests/training/test_updates.py \
+	tests/training/test_micro_batch.py \
 	tests/training/test_forked_runs.py::test_two_and_four_ranks_end_with_the_weights_of_one_process \
 	tests/training/test_forked_runs.py::test_ranks_stop_together_and_resume_on_two_ranks_or_on_one \
 	tests/training/test_engines.py \

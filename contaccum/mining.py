@@ -36,7 +36,8 @@ from contaccum.errors import ConfigError, DataError, UserError, check_choice
 from contaccum.files import AnyPath, Fingerprint, require_writable, write_json, write_text
 from contaccum.retrieval import bm25
 from contaccum.retrieval.encode import encode_texts, get_similarity
-from contaccum.retrieval.search import build_index, prepare_vectors, search
+from contaccum.retrieval.exact_search import prepare_vectors
+from contaccum.retrieval.search import build_index, search
 
 SAMPLING = ("top", "random")
 CROSS_ENCODER_MARGIN = 3.0

@@ -958,25 +958,24 @@ def read(argv: Sequence[str], command_options: Collection[str] = ()) -> dict[str
             value of another type.
     """
     parser = _make_parser()
-    keys = {action.dest for action in parser._actions}  # private: argparse has no other list
+    # Private: argparse has no other list. The options --no_NAME have no value, so 0 arguments.
+    actions = {action.dest: action for action in parser._actions if action.nargs != 0}
     command_line = list(argv)
-    options: list[str] = []
+    given: dict[str, Any] = {}
     while command_line and not command_line[0].startswith("-"):
-        options += _read_yaml(command_line.pop(0), keys)
-    namespace, unknown = parser.parse_known_args([*options, *command_line])
+        given |= _read_yaml(command_line.pop(0), actions)
+    namespace, unknown = parser.parse_known_args(command_line)
     if unknown:
         key = unknown[0].lstrip("-").split("=")[0]
-        suggestion = closest(key, keys | {*command_options})
+        suggestion = closest(key, actions.keys() | {*command_options})
         raise ConfigError(f"unknown key {key!r} on the command line{suggestion}")
-    given = vars(namespace)
-    # All options are compared, because an item of a list in a file can be an option as well.
-    is_trusted = "trust_remote_code" in parser.parse_known_args(command_line)[0]
-    if given.get("trust_remote_code") and not is_trusted:
+    if given.get("trust_remote_code") and "trust_remote_code" not in namespace:
         configs = ", ".join(argv[: len(argv) - len(command_line)])
         raise ConfigError(
             f"{configs}: a config cannot set trust_remote_code. Read the code that comes with the "
             "model, then add --trust_remote_code to the command line"
         )
+    given |= vars(namespace)
     for name in find("is_path").keys() & given.keys():
         if isinstance(given[name], str):
             given[name] = os.path.expanduser(given[name])
@@ -1010,11 +1009,12 @@ def _parse_int_or_auto(text: str) -> int | str:
         raise argparse.ArgumentTypeError(f"must be a whole number or auto, got {text!r}") from None
 
 
-def _read_yaml(name: str, keys: Collection[str]) -> list[str]:
-    """Return the ``key: value`` lines of a YAML file as options, ``--key=value``.
+def _read_yaml(name: str, actions: Mapping[str, argparse.Action]) -> dict[str, Any]:
+    """Return {key: value} of a YAML file, with the types of the options in ``actions``.
 
     Raises:
-        ConfigError: for invalid YAML, with the line; for an unknown key, with the most similar key.
+        ConfigError: for invalid YAML, with the line; for an unknown key, with the most similar key;
+            for a value that its option cannot have.
     """
     path = Path(name)
     if not path.is_file():
@@ -1030,26 +1030,30 @@ def _read_yaml(name: str, keys: Collection[str]) -> list[str]:
         raise ConfigError(
             f"{name}: a config consists of `key: value` lines, got a {type(content).__name__}"
         )
-    options: list[str] = []
+    values: dict[str, Any] = {}
     for key, value in content.items():
-        if key not in keys:
-            raise ConfigError(f"unknown key {str(key)!r} in {name}{closest(key, keys)}")
+        if key not in actions:
+            raise ConfigError(f"unknown key {str(key)!r} in {name}{closest(key, actions)}")
+        if value is None:
+            continue
         if value is False and key.endswith("_strategy"):
             value = "no"  # YAML reads the unquoted word no as false
-        if isinstance(value, list):
-            options += [f"--{key}", *map(_format_value, value)]
-        elif value is not None:
-            # One token "--key=value", because argparse would read a separate value with a leading
-            # dash, such as -1, as an option.
-            options.append(f"--{key}={_format_value(value)}")
-    return options
+        try:
+            values[key] = _convert(value, actions[key])
+        except (ValueError, TypeError, argparse.ArgumentTypeError) as error:
+            raise ConfigError(f"{name}: {key} cannot be {value!r} ({error})") from error
+    return values
 
 
-def _format_value(value: object) -> str:
-    """Return a value of a YAML file as the command line has it."""
-    if isinstance(value, (dict, bool)):
-        return json.dumps(value)
-    return str(value)
+def _convert(value: Any, action: argparse.Action) -> Any:
+    """Return a value of a YAML file with the type of an option."""
+    parse: Any = action.type
+    if action.nargs == "+":  # a list of texts or numbers; a mapping in it becomes JSON
+        items = value if isinstance(value, list) else [value]
+        return [json.dumps(item) if isinstance(item, dict) else parse(str(item)) for item in items]
+    if isinstance(value, (bool, dict, list)):
+        return value
+    return parse(str(value))  # YAML reads 1e-5 as a text, and 1 as an integer
 
 
 def to_yaml(settings: TrainingSettings | Mapping[str, Any]) -> str:

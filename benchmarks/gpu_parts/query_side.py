@@ -25,7 +25,7 @@ from torch.nn.functional import cross_entropy, normalize
 from contaccum import QuerySideLoss
 from contaccum.retrieval.documents import StoreDocuments
 from contaccum.retrieval.encode import encoding_identity
-from contaccum.retrieval.search import DeviceEmbeddings
+from contaccum.retrieval.exact_search import DeviceEmbeddings
 from contaccum.retrieval.store import EmbeddingStore
 from gpu_parts.settings import Run, add_failures, collect_error
 from gpu_parts.turns import quartiles

@@ -13,8 +13,7 @@ gradient of the mean loss for query i is
 
 In this form it stays exact for a query that is almost solved, whose positive has nearly all of the
 softmax. Documents are read in blocks, each block once: logsumexp_j and sum_j a(i, j) x_j are
-accumulated together, so only n x b logits are in memory at once. Documents get no gradient, and are
-not converted to float32 on a GPU (see `multiply`).
+accumulated together, so only n x b logits are in memory at once. Documents get no gradient.
 
 Letters in shapes: n queries, b documents in a block, e excluded documents per query at most, d the
 embedding size.
@@ -24,9 +23,7 @@ Source: the running maximum is that of Milakov and Gimelshein, 2018 (arXiv 1805.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager
 from itertools import chain
 from typing import NamedTuple
 
@@ -38,6 +35,8 @@ from contaccum.bank.info_nce import SOFTPLUS_THRESHOLD, PrecomputedGradient
 from contaccum.bank.logits import MASKED
 from contaccum.distributed import gather_rows, over_ranks, world_size
 
+Multiply = Callable[[Tensor, Tensor], Tensor]
+"""Function of two matrices, (n, k) and (k, m), that returns their product (n, m)."""
 NO_ROW = -1
 """Padding of a query's list of document numbers (rows of the index); no document has it."""
 
@@ -70,6 +69,7 @@ def compute_full_softmax_loss(
     blocks: Iterable[DocumentBlock],
     temperature: float,
     is_partitioned: bool = False,
+    multiply: Multiply = torch.matmul,
 ) -> Tensor:
     """Compute the mean loss of n queries over all documents, a scalar with a gradient.
 
@@ -87,6 +87,8 @@ def compute_full_softmax_loss(
             in ``blocks`` and its own queries, whose number n may differ. Every rank then returns
             the mean over the queries of all ranks. Gradients are multiplied by the number of
             ranks, because DDP averages them.
+        multiply: product of a matrix, at least float32, and documents. The default needs documents
+            of the same number type.
     """
     with torch.no_grad(), torch.autocast(queries.device.type, enabled=False):
         dtype = torch.promote_types(queries.dtype, torch.float32)
@@ -101,7 +103,7 @@ def compute_full_softmax_loss(
             gathered, rows_of_this_rank = gather_rows([all_queries, positives, excluded])
             all_queries, positives, excluded = gathered
         max_logits, exp_sums, weighted_documents = sum_over_documents(
-            all_queries, excluded, blocks, temperature
+            all_queries, excluded, blocks, temperature, multiply
         )
         if is_partitioned:
             # The sums of each rank are over its part of the documents.
@@ -129,6 +131,7 @@ def sum_over_documents(
     excluded: Tensor,
     blocks: Iterable[DocumentBlock],
     temperature: float,
+    multiply: Multiply,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Compute sums over the negatives of each query, from all blocks.
 
@@ -172,76 +175,3 @@ def sum_over_documents(
         weighted_documents += multiply(weights, block.documents)
         max_logits = new_max_logits
     return max_logits, exp_sums, weighted_documents
-
-
-# The second of the two matrices is scaled by this factor. It holds what float16, with 11 bits, has
-# rounded away from the first.
-_RESIDUAL_SCALE = 2.0**11
-# The largest number of each row is between half of this and this after scaling. It is the largest
-# power of 2 in float16, so that numbers 2^-38 times as large are not rounded to 0.
-_LARGEST = 2.0**15
-# Rows of the right matrix that are multiplied as one matrix of a batch. A GPU computes the few rows
-# of the result with few of its processors, unless the long sum is divided.
-_ROWS_PER_SUM = 8192
-
-
-def multiply(left: Tensor, right: Tensor) -> Tensor:
-    """Return the product (n, m) of ``left`` (n, k), at least float32, and ``right`` (k, m)."""
-    can_multiply_half = (
-        right.dtype == torch.float16
-        and left.dtype == torch.float32
-        and right.is_cuda
-        and torch.version.cuda is not None
-        and hasattr(torch.ops.aten.mm, "dtype")  # from torch 2.8 on
-    )
-    if can_multiply_half:
-        return multiply_in_halves(left, right, _multiply_half)
-    return left @ right.to(left.dtype)
-
-
-def multiply_in_halves(
-    left: Tensor, right: Tensor, multiply_half: Callable[[Tensor, Tensor], Tensor]
-) -> Tensor:
-    """Return the product of ``left``, float32 (n, k), and ``right``, float16 (k, m), as float32.
-
-    ``multiply_half`` returns the float32 product of two float16 matrices.
-    """
-    largest = torch.linalg.vector_norm(left, math.inf, dim=1, keepdim=True)
-    # A row of zeros stays zero.
-    largest = largest.clamp_min(torch.finfo(torch.float32).tiny * _LARGEST)
-    # A power of 2, so that scaling rounds nothing: equal scores stay equal.
-    scale = _LARGEST * torch.frexp(largest).mantissa / largest
-    scaled = left * scale
-    high = scaled.half()
-    low = scaled.sub_(high).mul_(_RESIDUAL_SCALE).half()
-    products = multiply_half(torch.cat([high, low]), right)
-    high_product, low_product = products.chunk(2)
-    return high_product.add_(low_product, alpha=1 / _RESIDUAL_SCALE).div_(scale)
-
-
-def _multiply_half(left: Tensor, right: Tensor) -> Tensor:
-    """Return the float32 product of two float16 matrices, (n, k) and (k, m)."""
-    num_sums = left.shape[1] // _ROWS_PER_SUM
-    if num_sums < 2:
-        return torch.mm(left, right, out_dtype=torch.float32)
-    end = num_sums * _ROWS_PER_SUM
-    left_parts = left[:, :end].unflatten(1, (num_sums, _ROWS_PER_SUM)).transpose(0, 1)
-    right_parts = right[:end].unflatten(0, (num_sums, _ROWS_PER_SUM))
-    product = torch.bmm(left_parts, right_parts, out_dtype=torch.float32).sum(0)
-    if end < left.shape[1]:
-        product += torch.mm(left[:, end:], right[end:], out_dtype=torch.float32)
-    return product
-
-
-@contextmanager
-def without_tf32() -> Iterator[None]:
-    """Compute products of float32 matrices on a GPU in full float32 within a ``with`` block."""
-    matmul = torch.backends.cuda.matmul
-    # Since torch 2.9, reading the older name can be an error.
-    name = "fp32_precision" if hasattr(matmul, "fp32_precision") else "allow_tf32"
-    setting = getattr(matmul, name)
-    setattr(matmul, name, "ieee" if name == "fp32_precision" else False)
-    try:
-        yield
-    finally:
-        setattr(matmul, name, setting)

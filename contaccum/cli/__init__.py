@@ -22,7 +22,8 @@ from collections.abc import Sequence
 
 from contaccum import __version__
 from contaccum.errors import UserError, closest
-from contaccum.files import describe_failed_write, redact
+from contaccum.files import describe_failed_write
+from contaccum.redaction import redact
 
 COMMANDS = {
     "split": "hold out dev and test sets from training data",

@@ -21,7 +21,7 @@ def run(argv: Sequence[str]) -> int:
     from contaccum.data.rows import RecordReport
     from contaccum.data.split import SplitSettings, split_data
 
-    settings = SplitSettings(args.dev, args.test, args.haystack, args.seed, args.fold, args.future)
+    settings = SplitSettings(args.dev, args.test, args.documents, args.seed, args.fold, args.future)
     defaults = {"data_format": args.data_format, "split": args.split, "columns": args.data_columns}
     [source_settings] = parse_training_sets([args.data], defaults).values()
     report = RecordReport(args.on_bad_record)
@@ -78,9 +78,9 @@ def _parse_arguments(argv: Sequence[str]) -> argparse.Namespace:
     )
     parser.add_held_out_options()
     parser.add_argument(
-        "--haystack",
+        "--documents",
         type=int,
-        default=defaults.haystack,
+        default=defaults.documents,
         metavar="N",
         help="minimum number of documents in each of dev and test, if there is neither --corpus "
         "nor a BEIR folder with its own; default: %(default)s",

@@ -1,8 +1,8 @@
 """Splits of training data into train, dev and test, without a query of dev or test in train.
 
 Records that share a text, or nearly so, form a group (`contaccum.data.near_duplicates`). The
-queries of dev and test are held out: no model trains on them. The haystack of dev or test consists
-of the documents in which their queries are searched.
+queries of dev and test are held out: no model trains on them. The documents of dev or test are
+those in which its queries are searched.
 
 A document is known if it is a positive of a training query, else new. A held-out query is known if
 all its relevant documents are, else new. New queries are held out with all records of their group.
@@ -13,7 +13,7 @@ A split is written as a folder:
     split.json     counts, settings and fingerprint of the split, see `Split`
     train.jsonl    the training records
     corpus.jsonl   documents that training may use as negatives
-    dev/, test/    BEIR folders with queries, haystack and judgements; in both folders the
+    dev/, test/    BEIR folders with queries, documents and judgements; in both folders the
                    judgements are in qrels/test.tsv; if some queries are known, their judgements
                    are also in qrels/known.tsv, and those of the others in qrels/new.tsv
 
@@ -104,8 +104,8 @@ class SplitSettings:
     Attributes:
         dev: share (below 1) or number of dev queries; None: a tenth, at most 500.
         test: share (below 1) or number of test queries; None: a fifth, at most 1,000.
-        haystack: least number of documents to search in dev and in test, used only if no corpus is
-            given.
+        documents: least number of documents to search in dev and in test, used only if no corpus
+            is given.
         seed: seed of the random choice of queries and documents.
         fold: fold of a cross-validation: the test sets of folds 0, 1, ... have no query in common.
         future: "new" to hold out queries with their passages, "known" to hold out queries whose
@@ -119,7 +119,7 @@ class SplitSettings:
 
     dev: float | None = None
     test: float | None = None
-    haystack: int = 2000
+    documents: int = 2000
     seed: int = 0
     fold: int = 0
     future: Future | None = None
@@ -144,7 +144,7 @@ class Split:
     Attributes:
         train, dev, test: number of distinct queries.
         records: number of records in train.jsonl.
-        documents: number of documents by side: in corpus.jsonl ("train"), and in the haystacks of
+        documents: number of documents by side: in corpus.jsonl ("train"), and those to search in
             "dev" and "test".
         groups: number of groups of linked records.
         largest_group: number of queries of the largest group.
@@ -159,7 +159,7 @@ class Split:
             documents of a given corpus or of a test set that came with the data.
         folds: number of folds of these sizes. The last one can have fewer known test queries.
         positives_added: number of positives of dev and test that the given corpus lacks and that
-            were added to the haystacks.
+            were added to the documents of dev and test.
         has_own_test: whether the data came with a test set.
     """
 
@@ -235,17 +235,16 @@ def split_data(
     """Write a split of training data to a new folder.
 
     A BEIR folder with a split ``test`` keeps this test set. Only dev is then chosen from the split
-    ``train``; records in a group with a text of the test set are left out, and the folder's corpus
-    is the haystack. If more than a fifth of the test queries share a positive with training
+    ``train``; records in a group with a text of the test set are left out, and dev is searched in
+    the folder's corpus. If more than a fifth of the test queries share a positive with training
     queries, only queries are kept apart, so that dev has known queries too.
 
     Args:
         data: the source of the training records, which are all in memory during the split.
         output: a folder that does not exist.
         settings: sizes and choice of the held-out sets; None: the defaults.
-        corpus: documents, which become the haystack of dev and test. None: the haystack consists of
-            the held-out passages, the hard negatives of the held-out queries, and a sample of the
-            other passages.
+        corpus: the documents of dev and test. None: they are the held-out passages, the hard
+            negatives of the held-out queries, and a sample of the other passages.
         report: receives the counts of used and bad records; None: a new report.
         show_progress: True for a progress bar.
         stores_records: True to store the training records for `load_training_data`, so that no
@@ -313,11 +312,11 @@ def split_data(
                     folder / side, published_test.qrels, documents_given, training_positives
                 )
                 continue
-            haystack = corpus_documents
-            if haystack is None:
-                haystack = sample_haystack(side, parts, settings.haystack, settings.seed)
+            searched = corpus_documents
+            if searched is None:
+                searched = sample_documents(side, parts, settings.documents, settings.seed)
             documents[side], num_added, known[side] = write_beir(
-                folder / side, parts[side], haystack, training_positives
+                folder / side, parts[side], searched, training_positives
             )
             positives_added += num_added
         split = Split(
@@ -789,23 +788,23 @@ def _format_record(record: Record) -> str:
     return json.dumps(content, ensure_ascii=False) + "\n"
 
 
-def sample_haystack(
+def sample_documents(
     side: str, parts: Mapping[str, Sequence[Record]], size: int, seed: int
 ) -> list[Passage]:
     """Return the passages of a side's records, and a sample of others up to `size` in all."""
-    haystack = _collect_passages(parts[side])
+    passages = _collect_passages(parts[side])
     all_passages: dict[str, str] = {}
     for records in parts.values():
         all_passages.update(_collect_passages(records))
-    other_texts = all_passages.keys() - haystack.keys()
+    other_texts = all_passages.keys() - passages.keys()
     sort_keys = {
         text: _hash_text(f"{seed}:{fold_case(all_passages[text])}") for text in other_texts
     }
     for text in sorted(other_texts, key=sort_keys.__getitem__):
-        if len(haystack) >= size:
+        if len(passages) >= size:
             break
-        haystack[text] = all_passages[text]
-    return [Passage(_make_document_id(text), "", passage) for text, passage in haystack.items()]
+        passages[text] = all_passages[text]
+    return [Passage(_make_document_id(text), "", passage) for text, passage in passages.items()]
 
 
 def _collect_passages(records: Iterable[Record]) -> dict[str, str]:
@@ -824,24 +823,25 @@ def _collect_passages(records: Iterable[Record]) -> dict[str, str]:
 def write_beir(
     folder: Path,
     records: Sequence[Record],
-    haystack: Iterable[Passage],
+    searched: Iterable[Passage],
     training_positives: Set[str],
 ) -> tuple[int, int, int]:
     """Write the records of dev or test to a new BEIR folder, whose split is called ``test``.
 
     Every document that is a copy of a positive of a query is relevant to the query. For a positive
     without such a document, documents with the same words are its copies: those that differ only in
-    punctuation or in tags of HTML. Positives without any copy in the haystack are added to it.
+    punctuation or in tags of HTML. Positives without any copy are added to the documents.
 
     A query whose own text is a document gets the id of this document, unless the document is
     relevant to it. An evaluation ignores the document with the id of the query, as in BEIR.
 
     Args:
+        searched: the documents of this side, without the positives that are added.
         training_positives: the normalised positives of training, see `_write_kinds`.
 
     Returns:
-        The number of documents, how many of them are positives that the haystack lacked, and the
-        number of known queries.
+        The number of documents, how many of them are positives that were added, and the number of
+        known queries.
     """
     queries: dict[str, str] = {}  # texts by the normalised text
     positives: dict[str, str] = {}
@@ -850,11 +850,10 @@ def write_beir(
         for positive in record.positives:
             positives.setdefault(normalise(positive), positive)
     ids_of_text: dict[str, list[str]] = {text: [] for text in (*queries, *positives)}
-    documents = []
-    for document in haystack:
+    documents = list(searched)
+    for document in documents:
         for text in _get_texts(document) & ids_of_text.keys():
             ids_of_text[text].append(document.id)
-        documents.append(document)
     ids_by_words: dict[str, list[str]] = {}
     for text in positives:
         if not ids_of_text[text]:

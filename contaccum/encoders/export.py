@@ -37,10 +37,10 @@ from contaccum.files import (
     atomic_folder,
     provenance,
     read_json,
-    redact,
     write_json,
     write_text,
 )
+from contaccum.redaction import redact
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 RECORD_FILE = "export.json"

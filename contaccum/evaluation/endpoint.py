@@ -25,7 +25,7 @@ from contaccum.encoders.settings import Kind, get_prompt
 from contaccum.errors import ConfigError, UserError, quoted
 from contaccum.evaluation.beir import evaluate_beir
 from contaccum.evaluation.results import EvaluationResult, markdown_table
-from contaccum.files import redact
+from contaccum.redaction import redact
 from contaccum.retrieval.encode import encode_texts, get_passage_texts
 
 KEY_VARIABLE = "CONTACCUM_ENDPOINT_KEY"

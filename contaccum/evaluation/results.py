@@ -42,7 +42,8 @@ from contaccum.evaluation.metrics import (
     sort_as_trec_eval,
     warn_of_few_groups,
 )
-from contaccum.files import atomic_file, provenance, read_json, redact
+from contaccum.files import atomic_file, provenance, read_json
+from contaccum.redaction import redact
 
 Run = dict[str, dict[str, float]]
 """{query id: {document id: score}}"""

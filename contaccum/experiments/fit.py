@@ -15,7 +15,6 @@ from __future__ import annotations
 import itertools
 import os
 import shutil
-import statistics
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, fields
@@ -58,7 +57,15 @@ from contaccum.experiments.candidates import (
     load_candidate,
     read_kinds,
 )
-from contaccum.experiments.folds import Pairs, collect_scores, pool_scores, score_fold
+from contaccum.experiments.comparison import (
+    ScoreColumns,
+    collect_scores,
+    compare_queries,
+    pool_scores,
+    search_test_set,
+    tabulate,
+)
+from contaccum.experiments.folds import Pairs, score_fold
 from contaccum.experiments.proposed import (
     check_given,
     make_absolute,
@@ -79,14 +86,9 @@ from contaccum.experiments.run import (
     require_same_work,
 )
 from contaccum.experiments.verdict import (
-    ScoreColumns,
-    SystemResult,
     Verdict,
-    compare_queries,
     compute_verdicts,
     describe_vectors,
-    search_test_set,
-    select_shown_metrics,
     warn_of_test,
     write_verdicts_to_card,
 )
@@ -95,7 +97,6 @@ from contaccum.files import (
     atomic_folder,
     provenance,
     read_json,
-    redact,
     write_json,
     write_text,
 )
@@ -624,42 +625,9 @@ def judge(
         "budget_seconds": job.budget.seconds,
         "made_with": {**provenance(), "time": datetime.now(UTC).isoformat(timespec="seconds")},
     }
-    write_json(job.folder / RECORD_FILE, redact(record))
+    write_json(job.folder / RECORD_FILE, record)
     write_text(job.folder / REPORT_FILE, build_fit_page(job.folder))
     return {"verdicts": record["verdicts"], "lines": lines, "warnings": warnings}
-
-
-def tabulate(
-    results: Mapping[str, SystemResult],
-    scores: ScoreColumns,
-    verdicts: Mapping[str, Verdict],
-    candidates: Sequence[Candidate],
-    chosen: Candidate,
-) -> list[dict[str, Any]]:
-    """Return a row for each system: its name and its scores on dev and test."""
-    bm25_candidate, base_candidate = candidates[:2]
-    rows = (
-        ("bm25", "BM25", bm25_candidate.scores),
-        ("base", base_candidate.name, base_candidate.vectors),
-        ("base_with_bm25", f"{base_candidate.name} with BM25", base_candidate.scores),
-        ("trained", chosen.name, chosen.vectors),
-        ("trained_with_bm25", f"{chosen.name} with BM25", chosen.scores),
-    )
-    table = []
-    for system, name, dev in rows:
-        row = {"name": name, "dev": dev.get(MEAN)}  # None for the vectors of BM25
-        row |= select_shown_metrics(results[system].means)
-        if len(verdicts) > 1:
-            for kind in verdicts:
-                of_kind = [
-                    score
-                    for query, score in scores[system].items()
-                    if scores["known"][query] == (kind == "known")
-                ]
-                # All queries of a kind may be those of other splits.
-                row[kind] = statistics.fmean(of_kind) if of_kind else None
-        table.append(row)
-    return table
 
 
 # Files --------------------------------------------------------------------------------------------

@@ -12,19 +12,15 @@ from __future__ import annotations
 
 import math
 import shutil
-from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
 from contaccum.data.beir import (
     BeirDataset,
-    get_positives,
     load_beir_folder,
-    read_split_queries,
 )
-from contaccum.data.near_duplicates import group_records, normalise
-from contaccum.data.records import SPLIT_RECORD, Record, RecordSource
+from contaccum.data.records import SPLIT_RECORD, RecordSource
 from contaccum.data.rows import OnBadRecord, RecordReport
 from contaccum.data.split import (
     CORPUS_FILE,
@@ -40,6 +36,7 @@ from contaccum.encoders.dual_encoder import DualEncoder
 from contaccum.errors import ConfigError
 from contaccum.evaluation.evaluator import RetrievalEvaluator
 from contaccum.experiments.candidates import Candidate, encode_corpus, write_linear_maps
+from contaccum.experiments.comparison import ScoreColumns, collect_scores, search_test_set
 from contaccum.experiments.run import (
     IDENTITY_FILE,
     RESULT_FILE,
@@ -49,7 +46,6 @@ from contaccum.experiments.run import (
     once,
     train,
 )
-from contaccum.experiments.verdict import SYSTEMS, ScoreColumns, SystemResult, search_test_set
 from contaccum.files import atomic_folder
 from contaccum.retrieval.documents import StoreDocuments
 from contaccum.retrieval.store import EmbeddingStore
@@ -256,47 +252,3 @@ def score_fold(
 
     on_first_rank(remove_files)  # also those of a start that was killed
     return scores
-
-
-def collect_scores(
-    test_set: BeirDataset,
-    results: Mapping[str, SystemResult],
-    fold: int = 0,
-    dev: BeirDataset | None = None,
-) -> ScoreColumns:
-    """Return the scores of the test queries of a fold, with their kinds and texts.
-
-    Args:
-        results: {system: its result} of `SYSTEMS`.
-        dev: its queries are left out. They have texts, because they may link others to a group.
-    """
-    known: set[str] = set()
-    if (test_set.path / "qrels" / "known.tsv").is_file():
-        known.update(read_split_queries(test_set.path, "known", RecordReport()))
-    left_out = set(map(normalise, dev.queries.values())) if dev else set()
-    scores: ScoreColumns = {name: {} for name in (*SYSTEMS, "known", "texts")}
-    for query_id, text in test_set.queries.items():
-        query = f"{fold}/{query_id}"  # folds may use the same query ids
-        scores["texts"][query] = [text, *get_positives(test_set, query_id)]
-        if normalise(text) in left_out:
-            continue
-        for system in SYSTEMS:
-            scores[system][query] = results[system].query_scores[query_id]
-        scores["known"][query] = query_id in known
-    return scores
-
-
-def pool_scores(fold_scores: Sequence[ScoreColumns]) -> ScoreColumns:
-    """Return the scores of the test queries of all folds, with their groups.
-
-    Known queries of several folds may be about the same passage, so queries are in one group by
-    their texts (see `group_queries`), whatever their folds.
-    """
-    pooled: ScoreColumns = {}
-    for scores in fold_scores:
-        for name, values in scores.items():
-            pooled.setdefault(name, {}).update(values)
-    records = [Record(query, positives, []) for query, *positives in pooled["texts"].values()]
-    groups = group_records(records, None).group_of_record
-    pooled["group"] = dict(zip(pooled["texts"], groups, strict=True))
-    return pooled

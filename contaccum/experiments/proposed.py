@@ -12,7 +12,7 @@ from contaccum.distributed import world_size
 from contaccum.encoders.loading import is_sentence_transformer
 from contaccum.errors import ConfigError
 from contaccum.experiments.run import start_ranks
-from contaccum.files import refuse_credentials
+from contaccum.redaction import refuse_credentials
 from contaccum.settings import (
     WITH_BANK,
     WITH_QUERY_BANK,
@@ -22,9 +22,9 @@ from contaccum.settings import (
     replace,
 )
 from contaccum.training.arguments import ContAccumTrainingArguments
+from contaccum.training.micro_batch import find_largest_divisor
 from contaccum.training.proposal import MAX_PAIRS_PER_UPDATE, MICRO_BATCH, propose
 from contaccum.training.setup import MAX_QUERY_SIDE_MICRO_BATCH
-from contaccum.training.update import find_largest_divisor
 
 _QUERY_SIDE_BATCH_UNIT = 8  # the batch of a process is a multiple, so micro-batches are not tiny
 

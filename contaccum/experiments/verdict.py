@@ -1,7 +1,4 @@
-"""The verdict: is the chosen candidate better than the best search without training?
-
-The test set is used for the verdict only, and never to choose a candidate.
-"""
+"""The verdict: is the chosen candidate better than the best search without training?"""
 
 from __future__ import annotations
 
@@ -9,12 +6,9 @@ import statistics
 from collections.abc import Collection, Iterable, Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
-from contaccum.data.beir import BeirDataset
-from contaccum.encoders.dual_encoder import DualEncoder
 from contaccum.encoders.export import insert_card_section
-from contaccum.evaluation.evaluator import RetrievalEvaluator
 from contaccum.evaluation.metrics import (
     BETTER,
     LEVEL,
@@ -24,17 +18,8 @@ from contaccum.evaluation.metrics import (
     sign_flip_test,
     warn_of_few_groups,
 )
-from contaccum.evaluation.results import Run
-from contaccum.experiments.candidates import Candidate, search_with
-from contaccum.retrieval.bm25 import fuse_runs
-
-SYSTEMS = ("bm25", "base", "base_with_bm25", "trained", "trained_with_bm25")
-"""What is compared on the test set."""
-ScoreColumns = dict[str, dict[str, Any]]
-"""{column: {test query: value}}: nDCG@10 of each of `SYSTEMS`, whether it is "known", its "texts"
-(those of the query and of its relevant documents), and, once folds are pooled, its "group"."""
-MAX_SHOWN_QUERIES = 10
-"""The record shows so many queries with the largest gains, and as many with the largest losses."""
+from contaccum.experiments.candidates import Candidate
+from contaccum.experiments.comparison import ScoreColumns
 
 LEAST_QUERIES_OF_KIND = 10
 """Least number of known, and of new, test queries for a verdict on each kind."""
@@ -43,9 +28,6 @@ _MEANINGS = {
     "new": "No training query is about these documents, as if they were added later.",
     "known": "Training had other queries about these documents, as in a search of fixed articles.",
 }
-_SHOWN_METRICS = ("NDCG@10", "MRR@10", "Recall@100")
-_NUM_TOP_DOCUMENTS = 3  # retrieved documents that the record shows for a query
-
 _ADVICE = {
     BETTER: "",
     WORSE: "training made the search worse",
@@ -211,121 +193,6 @@ def warn_of_test(verdict: Verdict) -> list[str]:
             f"BM25 alone scores {verdict.bm25:.3f} on test{where}, more than what dev preferred"
         )
     return warnings
-
-
-# The test -----------------------------------------------------------------------------------------
-
-
-class SystemResult(NamedTuple):
-    """The results of one system on the test set.
-
-    Attributes:
-        means: {metric: mean over the queries}.
-        query_scores: {query id: nDCG@10}.
-        run: {query id: {document id: score}} of the retrieved documents.
-    """
-
-    means: dict[str, float]
-    query_scores: dict[str, float]
-    run: Run
-
-
-def search_test_set(
-    evaluator: RetrievalEvaluator,
-    base: DualEncoder,
-    base_candidate: Candidate,
-    chosen: Candidate,
-    folder: Path,
-) -> dict[str, SystemResult]:
-    """Search the test set with BM25, both models, and both with BM25 beside them.
-
-    Args:
-        evaluator: the evaluator of the test set. Its ``documents`` are the document vectors by the
-            base model.
-        base_candidate: the base model, with the weight of BM25 beside it.
-        chosen: the chosen candidate.
-        folder: the folder with its map or its model.
-
-    Returns:
-        {system: result} with the systems `SYSTEMS`.
-    """
-    bm25 = evaluator.search_bm25()
-    runs = {
-        "bm25": bm25,
-        "base": evaluator.search(base),
-        "trained": search_with(chosen, base, folder, evaluator),
-    }
-    for name, candidate in (("base", base_candidate), ("trained", chosen)):
-        runs[f"{name}_with_bm25"] = fuse_runs(runs[name], bm25, candidate.bm25_weight)
-    results = {}
-    for system in SYSTEMS:
-        means = evaluator.score_run(runs[system])
-        results[system] = SystemResult(means, evaluator.query_scores, runs[system])
-    return results
-
-
-def select_shown_metrics(means: Mapping[str, float]) -> dict[str, float]:
-    """Return {name in a report, such as "NDCG@10": mean} of the metrics that a report shows."""
-    return {name: means[name.lower()] for name in _SHOWN_METRICS}
-
-
-def compare_queries(
-    dataset: BeirDataset, base: SystemResult, trained: SystemResult
-) -> dict[str, Any]:
-    """Return the queries with the largest gains and losses, and the number of gains and losses.
-
-    Args:
-        dataset: the test set.
-        base, trained: the results of the base model and of the trained model.
-    """
-    gains = {}
-    for query_id, base_score in base.query_scores.items():
-        gains[query_id] = trained.query_scores[query_id] - base_score
-    ascending = sorted(gains, key=lambda query_id: gains[query_id])
-    descending = sorted(gains, key=lambda query_id: -gains[query_id])
-    gained = [query_id for query_id in descending if gains[query_id] > 0]
-    lost = [query_id for query_id in ascending if gains[query_id] < 0]
-
-    def describe(query_ids: list[str]) -> list[dict[str, Any]]:
-        shown = query_ids[:MAX_SHOWN_QUERIES]
-        return [_describe_query(dataset, query_id, base, trained) for query_id in shown]
-
-    return {
-        "gained": describe(gained),
-        "lost": describe(lost),
-        "num_gained": len(gained),
-        "num_lost": len(lost),
-        "num_same": len(gains) - len(gained) - len(lost),
-    }
-
-
-def _describe_query(
-    dataset: BeirDataset, query_id: str, base: SystemResult, trained: SystemResult
-) -> dict[str, Any]:
-    """Return the texts of a query, its relevant documents and its top documents, with scores."""
-    relevant_documents = []
-    for document_id, grade in dataset.qrels[query_id].items():
-        if grade > 0 and document_id in dataset.corpus:
-            relevant_documents.append(dict(dataset.corpus[document_id]))
-    return {
-        "query": dataset.queries[query_id],
-        "before": base.query_scores[query_id],
-        "after": trained.query_scores[query_id],
-        "gold": relevant_documents,
-        "top_before": _get_top_documents(dataset, query_id, base.run),
-        "top_after": _get_top_documents(dataset, query_id, trained.run),
-    }
-
-
-def _get_top_documents(dataset: BeirDataset, query_id: str, run: Run) -> list[dict[str, Any]]:
-    """Return the texts of a query's top documents, each with a mark whether it is relevant."""
-    scores = run.get(query_id, {})
-    ranking = sorted(scores, key=lambda document_id: -scores[document_id])
-    top_documents = []
-    for document_id in ranking[:_NUM_TOP_DOCUMENTS]:
-        is_relevant = dataset.qrels[query_id].get(document_id, 0) > 0
-        top_documents.append({**dataset.corpus[document_id], "is_gold": is_relevant})
-    return top_documents
 
 
 def write_verdicts_to_card(model_folder: Path, verdicts: Iterable[Verdict], base_name: str) -> None:

@@ -38,6 +38,7 @@ from contaccum.files import AnyPath
 from contaccum.losses.contaccum import ModelLoss
 from contaccum.retrieval.documents import PositiveRows, StoreDocuments
 from contaccum.retrieval.encode import check_store_fits
+from contaccum.retrieval.products import multiply
 from contaccum.retrieval.store import EmbeddingStore
 from contaccum.settings import DEFAULT_TEMPERATURE
 
@@ -159,7 +160,7 @@ class QuerySideLoss(ModelLoss):
         temperature = 1.0 / self.scale
         is_partitioned = world_size() > 1
         return compute_full_softmax_loss(
-            queries, positives, labels, blocks, temperature, is_partitioned
+            queries, positives, labels, blocks, temperature, is_partitioned, multiply
         )
 
     def get_config_dict(self) -> dict[str, Any]:

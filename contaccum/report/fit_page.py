@@ -21,7 +21,8 @@ import yaml
 
 from contaccum import __version__
 from contaccum.evaluation.metrics import describe_interval
-from contaccum.files import read_json, redact
+from contaccum.files import read_json
+from contaccum.redaction import redact
 
 _FOLDER = Path(__file__).parent
 _SHORT_TEXT = 300  # characters of a passage that are shown before it is opened

@@ -18,7 +18,7 @@ from contaccum.bank.full_softmax import NO_ROW, DocumentBlock
 from contaccum.data.sampling import text_ids
 from contaccum.errors import DataError, quoted
 from contaccum.files import fingerprint
-from contaccum.retrieval.search import DeviceEmbeddings
+from contaccum.retrieval.exact_search import DeviceEmbeddings
 from contaccum.retrieval.store import EmbeddingStore
 
 

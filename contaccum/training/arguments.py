@@ -18,7 +18,7 @@ from transformers.trainer_utils import SaveStrategy
 
 from contaccum.errors import ConfigError
 from contaccum.evaluation.metrics import check_metric
-from contaccum.files import redact
+from contaccum.redaction import redact
 from contaccum.settings import (
     DEFAULT_BANK_SIZE,
     DEFAULT_TEMPERATURE,

@@ -50,7 +50,7 @@ from contaccum.retrieval.encode import (
 from contaccum.settings import find
 from contaccum.training.arguments import ContAccumTrainingArguments, get_name
 from contaccum.training.log import is_finished, read_run_record
-from contaccum.training.losses import get_store_documents, iter_bank_losses, list_parts
+from contaccum.training.losses import get_store_documents, list_bank_losses, list_parts
 
 logger = logging.getLogger(__name__)
 
@@ -226,7 +226,7 @@ class RunDescription:
         self._base_of_adapters = None
         if has_adapter(self.model):
             self._base_of_adapters = hash_tensors(frozen_parameters)
-        guides = [bank_loss.guide for bank_loss in iter_bank_losses(self.loss) if bank_loss.guide]
+        guides = [bank_loss.guide for bank_loss in list_bank_losses(self.loss) if bank_loss.guide]
         self._guide = guides[0] if guides else None
         self._documents = get_store_documents(self.loss)
 

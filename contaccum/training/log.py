@@ -35,8 +35,9 @@ from contaccum.errors import ConfigError, DataError
 from contaccum.files import read_json, write_json, write_text
 from contaccum.losses.contaccum import ContAccumLoss
 from contaccum.training.arguments import ContAccumTrainingArguments
-from contaccum.training.losses import iter_bank_losses, list_losses
-from contaccum.training.update import REMEDY_WITHOUT_NEGATIVES, Updates, peak_memory_mb
+from contaccum.training.losses import list_bank_losses, list_losses
+from contaccum.training.micro_batch import peak_memory_mb
+from contaccum.training.update import REMEDY_WITHOUT_NEGATIVES, Updates
 
 logger = logging.getLogger(__name__)
 
@@ -240,7 +241,7 @@ class UpdateLogCallback(TrainerCallback):
         self._updates = updates
         self._start_run = start_run
         self._set_epoch = set_epoch
-        self._bank_losses = list(iter_bank_losses(loss))
+        self._bank_losses = list_bank_losses(loss)
         # A random guess among all documents that a query is compared with has the loss
         # log(columns). The logged loss of a ContAccumLoss is the mean over the update's own
         # queries, so it can be compared with that. Other losses may have further terms.

@@ -1,43 +1,68 @@
-"""What a training loss requires of the data and the model: columns, prompts, trained parameters.
+"""The training loss: that of a method, its parts, and the known positives that it needs.
 
 A training loss is a single loss, or a dictionary with one loss for each data set. A data set is
-likewise a single set, or a dictionary of sets by name. Its first text column holds the queries, the
-second their positives, and further columns hard negatives.
+likewise a single set, or a dictionary of sets by name.
 """
 
 from __future__ import annotations
 
-import logging
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
 from typing import Any
 
 import numpy as np
 import torch
 from sentence_transformers import SentenceTransformer
-from sentence_transformers.base.losses.gradcache import uses_gradient_cache
-from sentence_transformers.losses import (
-    CachedMultipleNegativesRankingLoss,
-    MatryoshkaLoss,
-    MultipleNegativesRankingLoss,
-)
-from torch import Tensor, nn
+from sentence_transformers.losses import MatryoshkaLoss
+from sentence_transformers.util import cos_sim, dot_score
+from torch import nn
 
-from contaccum.data.sampling import LABELS, get_samplings
-from contaccum.encoders.settings import is_tied, without_dropout
-from contaccum.errors import ConfigError
-from contaccum.losses.contaccum import ContAccumLoss
+from contaccum.data.sampling import get_samplings
+from contaccum.encoders.dual_encoder import SIMILARITY_NAMES
+from contaccum.losses.contaccum import CachedContAccumLoss, ContAccumLoss, LossKeywords
 from contaccum.losses.query_side import QuerySideLoss
 from contaccum.retrieval.documents import StoreDocuments
+from contaccum.settings import select
 from contaccum.training.arguments import ContAccumTrainingArguments
 
-logger = logging.getLogger(__name__)
-
-Row = dict[str, Any]
-"""A row of a training set: texts by column, and a label if the set has labels."""
 Batch = dict[str, Any]
 """A collated batch: the features of all columns by name, and the labels."""
-Columns = dict[str | None, list[str]]
-"""Text columns of each data set, in order, by the set's name; None is the name of a single set."""
+
+
+def make_loss(
+    model: SentenceTransformer,
+    args: ContAccumTrainingArguments,
+    guide: SentenceTransformer | None = None,
+) -> ContAccumLoss | MatryoshkaLoss:
+    """Return the loss for ``args.method``, one with a bank or without.
+
+    Without a bank, it equals MultipleNegativesRankingLoss (or its cached version) up to rounding,
+    except for masked false negatives and centred gradients. With ``args.matryoshka_dims``, it is
+    the sum of the losses of embeddings truncated to each of these sizes.
+    """
+    model_similarity = "cos"
+    if str(getattr(model, "similarity_fn_name", "cosine")).endswith("dot"):
+        model_similarity = "dot"
+    similarity = args.similarity or model_similarity
+    if args.similarity is not None:
+        # The saved model must be searched with the similarity that it was trained with.
+        model.similarity_fn_name = SIMILARITY_NAMES[similarity]
+    settings = {
+        **select(args, LossKeywords),
+        "bank_size": args.bank_size or 0,
+        "scale": 1.0 / args.get_temperature(similarity),
+        "similarity_fct": cos_sim if similarity == "cos" else dot_score,
+        "gather_across_devices": args.is_gathered,
+        "guide": guide,
+    }
+    loss: ContAccumLoss
+    if args.has_gradient_cache:
+        mini_batch_size = args.pairs_per_micro_batch
+        loss = CachedContAccumLoss(model, mini_batch_size=mini_batch_size, **settings)
+    else:
+        loss = ContAccumLoss(model, **settings)
+    if args.matryoshka_dims:
+        return MatryoshkaLoss(model, loss, args.matryoshka_dims)
+    return loss
 
 
 def list_parts(value: Any) -> list[Any]:
@@ -64,138 +89,15 @@ def get_batch_loss(loss: Any, batch: Batch) -> Any:
     return unwrap_matryoshka(loss)
 
 
-def iter_bank_losses(loss: Any) -> Iterator[ContAccumLoss]:
-    """Yield every ContAccumLoss in a training loss once, including one inside a MatryoshkaLoss."""
-    bank_losses: list[ContAccumLoss] = []
-    for loss_of_set in list_losses(loss):
-        for module in loss_of_set.modules():
-            # Several data sets may share a loss.
-            if isinstance(module, ContAccumLoss) and module not in bank_losses:
-                bank_losses.append(module)
-    yield from bank_losses
+def list_bank_losses(loss: Any) -> list[ContAccumLoss]:
+    """Return every ContAccumLoss in a training loss once, including one inside a MatryoshkaLoss."""
+    modules = nn.ModuleList(list_parts(loss)).modules()  # once each: data sets may share a loss
+    return [module for module in modules if isinstance(module, ContAccumLoss)]
 
 
 def get_store_documents(loss: Any) -> StoreDocuments | None:
     """Return the stored document embeddings of a query-side loss; None for any other loss."""
     return loss.documents if isinstance(loss, QuerySideLoss) else None
-
-
-def get_text_columns(dataset: Any) -> Columns:
-    """Return the text columns of each data set; a set without text columns is left out."""
-    parts = dataset if isinstance(dataset, dict) else {None: dataset}
-    columns: Columns = {}
-    for name, part in parts.items():
-        names = getattr(part, "column_names", None) or []
-        texts = [column for column in names if column not in LABELS]
-        if texts:
-            columns[name] = texts
-    return columns
-
-
-def set_column_roles(
-    args: ContAccumTrainingArguments, model: SentenceTransformer, columns: Columns
-) -> None:
-    """Set ``args.router_mapping`` and ``args.prompts`` by column, unless the user has set them.
-
-    sentence-transformers uses both: ``router_mapping`` gives the tower that encodes a column, and
-    ``prompts`` the text put before each text of the column. The first column of a data set has the
-    role "query", the others "document", and each role has the model's own prompt. If a column name
-    has different roles in different data sets, both settings are made separately for each data set.
-    """
-    roles_by_set: dict[Any, dict[str, str]] = {}
-    prompts_by_set: dict[Any, dict[str, str]] = {}
-    common_roles: dict[str, str] = {}
-    common_prompts: dict[str, str] = {}
-    for name, column_names in columns.items():
-        roles = dict.fromkeys(column_names, "document")
-        roles[column_names[0]] = "query"
-        prompts = {}
-        for column, role in roles.items():
-            prompt = model.prompts.get(role)
-            if prompt:
-                prompts[column] = prompt
-        roles_by_set[name] = roles
-        prompts_by_set[name] = prompts
-        common_roles |= roles
-        common_prompts |= prompts
-    # Where the roles of a column differ, a later set has overwritten the role of an earlier set.
-    roles_agree = all(roles.items() <= common_roles.items() for roles in roles_by_set.values())
-    if not args.router_mapping:
-        args.router_mapping = common_roles if roles_agree else roles_by_set
-    if args.prompts is None:
-        args.prompts = (common_prompts or None) if roles_agree else prompts_by_set
-
-
-def check_columns(args: ContAccumTrainingArguments, loss: Any, columns: Columns) -> None:
-    """Check that every data set has positives, and that a query can have negatives.
-
-    Raises:
-        ConfigError: for a data set without them; the message names the set. Also for "auto" with a
-            dictionary of losses: the search for the micro-batch size runs a single loss.
-    """
-    if args.has_auto_micro_batch and isinstance(loss, dict):
-        raise ConfigError(
-            "per_device_train_batch_size=auto with a dictionary of losses: set "
-            "per_device_train_batch_size to a number"
-        )
-    loss = unwrap_matryoshka(loss)
-    has_no_bank = isinstance(loss, ContAccumLoss) and not loss.settings.bank_size
-    # A size of 1 is only temporary with "auto", and other devices may add their pairs.
-    may_have_more_pairs = args.is_gathered or args.has_auto_micro_batch
-    is_single_pair = args.per_device_train_batch_size == 1 and not may_have_more_pairs
-    for name, column_names in columns.items():
-        data = "the training data" if name is None else f"training set {name!r}"
-        if len(column_names) < 2:
-            raise ConfigError(
-                f"{data} has only the column {column_names[0]!r}: it needs a query and a positive"
-            )
-        if len(column_names) > 2:
-            continue
-        if args.distill:
-            raise ConfigError(
-                f"distill={args.distill} with no hard negatives in {data}: add hard negatives, or "
-                "drop distill"
-            )
-        if has_no_bank and is_single_pair:
-            raise ConfigError(
-                f"method={args.method} with per_device_train_batch_size=1 and no hard negatives in "
-                f"{data}: no query has a negative. Raise per_device_train_batch_size, or set "
-                "method=contaccum"
-            )
-
-
-def reads_only_embeddings(loss: Any) -> bool:
-    """Return whether a loss is of a class that reads nothing but sentence embeddings.
-
-    With such a loss, a parameter on which no embedding depends gets no gradient.
-    """
-    classes = (
-        ContAccumLoss,
-        QuerySideLoss,
-        MultipleNegativesRankingLoss,
-        CachedMultipleNegativesRankingLoss,
-    )
-    return isinstance(unwrap_matryoshka(loss), classes)
-
-
-def disable_unused_parameter_search(
-    args: ContAccumTrainingArguments, model: SentenceTransformer, loss: Any
-) -> None:
-    """Disable DDP's search for unused parameters where its result would be wrong.
-
-    DDP searches after every forward pass. Most losses encode one column after the other, so after
-    the last column DDP would treat the query tower as unused. The search stays on for losses with a
-    gradient cache, which call the model once per backward pass and need it, and for a tied model
-    with a loss that may read more than embeddings. For losses that read only embeddings,
-    `freeze_unused_parameters` replaces the search.
-
-    The Accelerator reads ``ddp_find_unused_parameters`` when it is created, so this function must
-    be called before.
-    """
-    if any(uses_gradient_cache(loss_of_set) for loss_of_set in list_losses(loss)):
-        return
-    if reads_only_embeddings(loss) or not is_tied(model):
-        args.ddp_find_unused_parameters = False
 
 
 def pass_known_positives(loss: Any, datasets: Iterable[Any]) -> None:
@@ -211,88 +113,5 @@ def pass_known_positives(loss: Any, datasets: Iterable[Any]) -> None:
                 tables.append(sampling.known_positives)
     if tables:
         query_ids, positive_ids = torch.from_numpy(np.concatenate(tables)).T.contiguous()
-        for bank_loss in iter_bank_losses(loss):
+        for bank_loss in list_bank_losses(loss):
             bank_loss.set_known_positives(query_ids, positive_ids)
-
-
-def compute_smallest_micro_batch(loss: Any, columns: Columns) -> int:
-    """Return the smallest number of pairs per micro-batch with which every query has a negative.
-
-    It is 1 if all data sets have hard negatives, or all losses have a bank, a document store, or a
-    gradient cache (which contrasts the pairs of the whole batch). Otherwise it is 2.
-    """
-    if columns and all(len(names) > 2 for names in columns.values()):
-        return 1
-    for loss_of_set in list_losses(loss):
-        has_bank = isinstance(loss_of_set, ContAccumLoss) and loss_of_set.settings.bank_size
-        has_store = isinstance(loss_of_set, QuerySideLoss)
-        if not (has_bank or has_store or uses_gradient_cache(loss_of_set)):
-            return 2
-    return 1
-
-
-def freeze_unused_parameters(
-    args: ContAccumTrainingArguments, model: SentenceTransformer, features: list[dict[str, Any]]
-) -> None:
-    """Freeze the parameters of modules that run but change no embedding, such as BERT's pooler.
-
-    A parameter whose module does not run for these features stays trainable, because other rows may
-    reach it, for example an expert or another route of a Router. But with several processes, DDP
-    would wait for its gradient in every update. It is frozen then, with a warning.
-
-    Args:
-        args: the arguments of the run.
-        model: the encoder.
-        features: the collated features of some rows, one dictionary per column. Without features,
-            nothing is frozen.
-
-    Raises:
-        ConfigError: if the model has no parameter to train.
-    """
-    if not features:
-        return
-    freezes_unreached = args.world_size > 1 and args.ddp_find_unused_parameters is False
-    parameters = {}
-    for name, parameter in model.named_parameters():
-        if parameter.requires_grad:
-            parameters[name] = parameter
-    if not parameters:
-        raise ConfigError("every weight of the model is frozen (requires_grad=False): train some")
-    modules_run: set[nn.Module] = set()
-    used: set[str] = set()  # parameters that the embeddings depend on
-    hooks = []
-    for module in model.modules():
-        hook = module.register_forward_pre_hook(lambda module, _: modules_run.add(module))
-        hooks.append(hook)
-    try:
-        for column in features:
-            on_device = dict(column)
-            for key, value in column.items():
-                if isinstance(value, Tensor):
-                    on_device[key] = value.to(model.device)
-            with torch.enable_grad(), without_dropout(model):
-                embedding = model(on_device)["sentence_embedding"]
-            gradients = torch.autograd.grad(
-                embedding.sum(), list(parameters.values()), allow_unused=True
-            )
-            for name, gradient in zip(parameters, gradients, strict=True):
-                if gradient is not None:
-                    used.add(name)
-    finally:
-        for hook in hooks:
-            hook.remove()
-    unreached = []
-    for name, parameter in parameters.items():
-        if name in used:
-            continue
-        is_reached = model.get_submodule(name.rpartition(".")[0]) in modules_run
-        if not is_reached:
-            unreached.append(name)
-        if is_reached or freezes_unreached:
-            parameter.requires_grad_(False)
-    if unreached and freezes_unreached:
-        logger.warning(
-            f"{len(unreached)} parameters such as {unreached[0]} are frozen: the first row of the "
-            "training data does not use them, and with several processes every update must use all "
-            "trained parameters. If other rows use them, train in one process"
-        )

@@ -1,7 +1,7 @@
 """Data and models of a training run from its settings.
 
-``args`` are the training arguments of the settings, which also know the machine. `contaccum train`,
-`tune` and `fit` all use these functions, so that the same settings always give the same run.
+``args`` are the training arguments of the settings, which also know the machine. `contaccum train`
+and `fit` both use these functions, so that the same settings always give the same run.
 """
 
 from __future__ import annotations
@@ -23,8 +23,8 @@ from contaccum.evaluation.evaluator import RetrievalEvaluator, sample
 from contaccum.evaluation.metrics import DEFAULT_METRICS, check_metric
 from contaccum.settings import Settings, for_method
 from contaccum.training.arguments import ContAccumTrainingArguments
+from contaccum.training.micro_batch import find_largest_divisor
 from contaccum.training.proposal import compute_start_rate, read_width
-from contaccum.training.update import find_largest_divisor
 
 logger = logging.getLogger(__name__)
 

@@ -19,22 +19,22 @@ from __future__ import annotations
 import copy
 import logging
 import math
+import random
 import shutil
 import tempfile
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from contextlib import nullcontext
 from itertools import islice
 from pathlib import Path
 from typing import Any
 from uuid import uuid4
 
+import numpy as np
 import torch
 from datasets import IterableDataset
 from safetensors.torch import save_file
 from sentence_transformers import SentenceTransformer, SentenceTransformerTrainer
-from sentence_transformers.losses import MatryoshkaLoss
-from sentence_transformers.util import cos_sim, dot_score
 from torch import Tensor, nn
 from torch.utils.data import DataLoader
 from tqdm.contrib.logging import logging_redirect_tqdm
@@ -46,27 +46,30 @@ from contaccum.data.samplers import RESUMABLE_SAMPLERS
 from contaccum.data.sampling import get_samplings
 from contaccum.distributed import broadcast
 from contaccum.encoders.adapters import has_adapter, merge_adapter, replace_saved_adapter
-from contaccum.encoders.dual_encoder import SIMILARITY_NAMES, DualEncoder
+from contaccum.encoders.dual_encoder import DualEncoder
 from contaccum.encoders.loading import copy_module_code, loading, require_model
 from contaccum.encoders.settings import is_tied
 from contaccum.errors import ConfigError, DataError, UserError, is_out_of_memory
 from contaccum.evaluation.evaluator import RetrievalEvaluator
-from contaccum.files import redact, require_writable, write_json, write_text
-from contaccum.losses.contaccum import CachedContAccumLoss, ContAccumLoss, LossKeywords
+from contaccum.files import require_writable, write_json, write_text
+from contaccum.losses.contaccum import ContAccumLoss
 from contaccum.losses.text_ids import count_texts
 from contaccum.merging import merge_models
-from contaccum.settings import Settings, replace, select
+from contaccum.redaction import redact
+from contaccum.settings import Settings, replace
 from contaccum.training import (
     checkpoint,
     engines,
     log,
     losses,
+    micro_batch,
     passage_store,
-    update,
 )
 from contaccum.training.arguments import ContAccumTrainingArguments, get_name
 from contaccum.training.checkpoint import RunDescription
-from contaccum.training.losses import Batch, Row
+from contaccum.training.columns import check_columns, get_text_columns, set_column_roles
+from contaccum.training.losses import Batch
+from contaccum.training.micro_batch import MEMORY_REMEDIES, Row
 from contaccum.training.rates import ListedRates, RatesByClock
 from contaccum.training.setup import (
     RunData,
@@ -76,49 +79,17 @@ from contaccum.training.setup import (
     load_run_data,
     make_second_stage,
 )
-from contaccum.training.update import MEMORY_REMEDIES, NO_BATCH, Update, Updates
+from contaccum.training.unused_parameters import (
+    disable_unused_parameter_search,
+    freeze_unused_parameters,
+    reads_only_embeddings,
+)
+from contaccum.training.update import NO_BATCH, Update, Updates
 
 logger = logging.getLogger(__name__)
 
 FIRST_STAGE = "first_stage"
 """Folder in ``output_dir`` of the training before a second stage."""
-
-
-def make_loss(
-    model: SentenceTransformer,
-    args: ContAccumTrainingArguments,
-    guide: SentenceTransformer | None = None,
-) -> ContAccumLoss | MatryoshkaLoss:
-    """Return the loss for ``args.method``, one with a bank or without.
-
-    Without a bank, it equals MultipleNegativesRankingLoss (or its cached version) up to rounding,
-    except for masked false negatives and centred gradients. With ``args.matryoshka_dims``, it is
-    the sum of the losses of embeddings truncated to each of these sizes.
-    """
-    model_similarity = "cos"
-    if str(getattr(model, "similarity_fn_name", "cosine")).endswith("dot"):
-        model_similarity = "dot"
-    similarity = args.similarity or model_similarity
-    if args.similarity is not None:
-        # The saved model must be searched with the similarity that it was trained with.
-        model.similarity_fn_name = SIMILARITY_NAMES[similarity]
-    settings = {
-        **select(args, LossKeywords),
-        "bank_size": args.bank_size or 0,
-        "scale": 1.0 / args.get_temperature(similarity),
-        "similarity_fct": cos_sim if similarity == "cos" else dot_score,
-        "gather_across_devices": args.is_gathered,
-        "guide": guide,
-    }
-    loss: ContAccumLoss
-    if args.has_gradient_cache:
-        mini_batch_size = args.pairs_per_micro_batch
-        loss = CachedContAccumLoss(model, mini_batch_size=mini_batch_size, **settings)
-    else:
-        loss = ContAccumLoss(model, **settings)
-    if args.matryoshka_dims:
-        return MatryoshkaLoss(model, loss, args.matryoshka_dims)
-    return loss
 
 
 class ContAccumTrainer(SentenceTransformerTrainer):
@@ -171,8 +142,8 @@ class ContAccumTrainer(SentenceTransformerTrainer):
         args = copy.copy(args)  # some settings are changed below, and the caller's must not change
         self.samplings = get_samplings(train_dataset)  # a sampling draws new texts in each epoch
         dataset = eval_dataset if train_dataset is None else train_dataset
-        columns = losses.get_text_columns(dataset)
-        losses.set_column_roles(args, model, columns)
+        columns = get_text_columns(dataset)
+        set_column_roles(args, model, columns)
         model.model_card_data.ir_model = True  # it shows how to encode queries and documents
         if loss is None and args.method == "query_side":
             loss, collator, train_dataset, eval_dataset = passage_store.set_up_query_side(
@@ -180,9 +151,9 @@ class ContAccumTrainer(SentenceTransformerTrainer):
             )
             kwargs.setdefault("data_collator", collator)
         if loss is None:
-            loss = make_loss(model, args, guide)
-        losses.check_columns(args, loss, columns)
-        losses.disable_unused_parameter_search(args, model, loss)
+            loss = losses.make_loss(model, args, guide)
+        check_columns(args, loss, columns)
+        disable_unused_parameter_search(args, model, loss)
         args.hub_strategy = HubStrategy.END  # checkpoints contain local paths
         self.batch_sampler: Any = None  # the sampler of the data loader; None for a stream
         self.run_id: str | None = None  # set by train(); a resumed run keeps its id
@@ -194,13 +165,13 @@ class ContAccumTrainer(SentenceTransformerTrainer):
             for described_set in [*card.train_datasets, *card.eval_datasets]:
                 for key in ("examples", "examples_table"):
                     described_set.pop(key, None)
-        if losses.reads_only_embeddings(loss):
+        if reads_only_embeddings(loss):
             features: list[Batch] = []  # of each column in the first row of each data set
             for part in losses.list_parts(self.train_dataset):
                 for row in islice(part or (), 1):
                     column_features, _ = self.collect_features(self.data_collator([row]))
                     features += column_features
-            losses.freeze_unused_parameters(self.args, self.model, features)
+            freeze_unused_parameters(self.args, self.model, features)
         if self.is_fsdp_enabled and has_adapter(model) and not is_tied(model):
             raise ConfigError(
                 "fsdp with adapters of two towers: FSDP cannot shard the base model that both "
@@ -228,7 +199,7 @@ class ContAccumTrainer(SentenceTransformerTrainer):
             self.loss,
             self.accelerator,
             self._count_pairs,
-            smallest=losses.compute_smallest_micro_batch(self.loss, columns),
+            smallest=micro_batch.compute_smallest_micro_batch(self.loss, columns),
             has_full_gradients=self.engine is None,
         )
         # At the front of the list: UpdateLogCallback must add the measurements of an update before
@@ -245,9 +216,9 @@ class ContAccumTrainer(SentenceTransformerTrainer):
         self.signals = log.SignalCallback()
         self.add_callback(self.signals)  # the last one: a signal also cancels an evaluation
 
-    def bank_losses(self) -> Iterator[ContAccumLoss]:
-        """Yield every ContAccumLoss in the training loss; see `losses.iter_bank_losses`."""
-        return losses.iter_bank_losses(self.loss)
+    def bank_losses(self) -> list[ContAccumLoss]:
+        """Return every ContAccumLoss in the training loss; see `losses.list_bank_losses`."""
+        return losses.list_bank_losses(self.loss)
 
     @property
     def engine(self) -> str | None:
@@ -314,7 +285,8 @@ class ContAccumTrainer(SentenceTransformerTrainer):
         """Return a loader whose order depends only on seed and epoch, so that runs can resume."""
         if self.args.has_auto_micro_batch:
             # Only now: gradient checkpointing is on, and transformers has not read the batch size.
-            num_pairs = update.find_micro_batch(
+            restore_random_states = capture_random_states()
+            num_pairs = micro_batch.find_micro_batch(
                 self.args,
                 self.model,
                 self.loss,
@@ -322,6 +294,7 @@ class ContAccumTrainer(SentenceTransformerTrainer):
                 self.updates.smallest,
                 self._try_rows,
             )
+            restore_random_states()
             self.updates.set_micro_batch_size(num_pairs)
             logger.info(f"micro-batches of {num_pairs} pairs, the most that memory allows")
         if isinstance(self.train_dataset, IterableDataset):
@@ -493,7 +466,7 @@ class ContAccumTrainer(SentenceTransformerTrainer):
         metric_key_prefix: str = "eval",
     ) -> dict[str, float]:
         """Evaluate as in transformers; the training stays the same with and without it."""
-        restore_random_states = update.capture_random_states()
+        restore_random_states = capture_random_states()
         metrics = super().evaluate(eval_dataset, ignore_keys, metric_key_prefix)
         restore_random_states()
         # Of several data sets, transformers evaluates each with a prefix of its own.
@@ -506,7 +479,7 @@ class ContAccumTrainer(SentenceTransformerTrainer):
                 log.append_line(Path(str(self.args.output_dir)) / log.EVAL_LOG, record)
             # The next update starts now.
             self.updates.current.started = time.perf_counter()
-            update.reset_peak_memory(self.args.device)
+            micro_batch.reset_peak_memory(self.args.device)
         return metrics
 
     # Checkpoints ---------------------------------------------------------------------------------
@@ -514,7 +487,7 @@ class ContAccumTrainer(SentenceTransformerTrainer):
     def save_model(self, output_dir: str | None = None, _internal_call: bool = False) -> None:
         """Save the model as transformers does, without its pickled arguments and credentials."""
         folder = Path(str(output_dir or self.args.output_dir))
-        restore_random_states = update.capture_random_states()
+        restore_random_states = capture_random_states()
         if self.engine is not None:
             weights = None
             # Until DeepSpeed's engine exists, the model itself has the full weights.
@@ -622,6 +595,27 @@ class ContAccumTrainer(SentenceTransformerTrainer):
             saved = DualEncoder(checkpoint_path, device="cpu", trust_remote_code=trusted)
             weights = dict(saved.state_dict())
         engines.load_full_weights(self.model, weights, is_sharded=self.is_fsdp_enabled)
+
+
+def capture_random_states() -> Callable[[], None]:
+    """Return a function that restores the present states of the random number generators.
+
+    Evaluation, model cards and the search for a micro-batch size also use random numbers. The
+    training stays the same with and without them, if the states are restored afterwards. They are
+    those of Python, numpy and torch (CPU and every CUDA device).
+    """
+    python = random.getstate()
+    numpy = np.random.get_state()
+    torch_cpu = torch.get_rng_state()
+    torch_cuda = torch.cuda.get_rng_state_all() if torch.cuda.is_available() else []
+
+    def restore() -> None:
+        random.setstate(python)
+        np.random.set_state(numpy)
+        torch.set_rng_state(torch_cpu)
+        torch.cuda.set_rng_state_all(torch_cuda)
+
+    return restore
 
 
 # A training by settings --------------------------------------------------------------------------

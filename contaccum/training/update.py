@@ -3,46 +3,40 @@
 An update trains on micro-batches from the data loader, each in one micro-step (one forward and one
 backward pass, which `contaccum.training.trainer` runs). Once memory has run out, a micro-batch is
 trained in several micro-steps, and the update starts again. An update whose loss or gradient is not
-finite changes no weight. The search for the largest micro-batch that fits
-(``per_device_train_batch_size=auto``) runs before the first update.
+finite changes no weight.
 """
 
 from __future__ import annotations
 
-import copy
-import dataclasses
-import heapq
 import logging
 import math
-import random
 import time
-from collections import Counter, defaultdict
+from collections import Counter
 from collections.abc import Callable
-from contextlib import suppress
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Any
 
-import numpy as np
-import psutil
 import torch
 from accelerate import Accelerator
 from accelerate.utils.memory import clear_device_cache
 from sentence_transformers.base.losses.gradcache import uses_gradient_cache
 from torch import Tensor, nn
 
-from contaccum.data.sampling import first_texts
 from contaccum.distributed import over_ranks, rank, world_size
 from contaccum.encoders.grad_norms import TowerGradNorms
-from contaccum.errors import ConfigError, UserError, is_out_of_memory
+from contaccum.errors import UserError, is_out_of_memory
 from contaccum.training.arguments import ContAccumTrainingArguments
 from contaccum.training.losses import (
     Batch,
-    Row,
     get_batch_loss,
-    iter_bank_losses,
+    list_bank_losses,
     list_losses,
     list_parts,
+)
+from contaccum.training.micro_batch import (
+    MEMORY_REMEDIES,
+    find_largest_divisor,
+    set_mini_batch_size,
 )
 
 logger = logging.getLogger(__name__)
@@ -58,16 +52,9 @@ REMEDY_WITHOUT_NEGATIVES = (
     "or a guide do not mask every negative"
 )
 """What to do if queries have no negatives to learn from."""
-MEMORY_REMEDIES = (
-    "set bf16=true or gradient_checkpointing=true, lower passage_max_length or bank_size, or train "
-    "a smaller model"
-)
-"""The end of error messages about memory."""
 
 _MAX_REASON_LENGTH = 160  # characters of an out-of-memory error that are shown
 _MAX_ROWS_SHOWN = 16  # row numbers in a message
-_MAX_SHARE_OF_FREE_MEMORY = 0.8  # share of a host's free memory that a trial may use
-_BYTES_PER_MB = 2**20
 
 MicroStep = Callable[[nn.Module, Batch, float, bool], Tensor]
 """`ContAccumTrainer.micro_step`: forward and backward for a micro-batch or a part of it."""
@@ -244,7 +231,7 @@ class Updates:
         If ranks share a bank, the number counts the pairs of all ranks.
         """
         pairs_of_sets = self.current.pairs_of_sets
-        for bank_loss in iter_bank_losses(self._loss):
+        for bank_loss in list_bank_losses(self._loss):
             num_pairs = pairs_of_sets.total()
             if isinstance(self._loss, dict):
                 # Each loss receives only the pairs of its own data sets.
@@ -425,16 +412,6 @@ def get_gradient_scale(accelerator: Accelerator) -> float:
     return 1.0 if scaler is None else scaler.get_scale()
 
 
-def set_mini_batch_size(loss: Any, rows: int) -> None:
-    """Set the number of rows that a gradient cache encodes at once; other losses do not change."""
-    for loss_of_set in list_losses(loss):
-        if not uses_gradient_cache(loss_of_set):
-            continue
-        for module in loss_of_set.modules():
-            if hasattr(module, "mini_batch_size"):
-                module.mini_batch_size = rows
-
-
 def split_rows(inputs: Batch, max_rows: int | None) -> list[tuple[Batch, float]]:
     """Split a collated batch into parts of at most ``max_rows`` rows; None for a single part.
 
@@ -467,213 +444,3 @@ def split_rows(inputs: Batch, max_rows: int | None) -> list[tuple[Batch, float]]
         any_tensor = next(iter(pieces.values()))[index]
         parts.append((part, len(any_tensor) / num_rows))
     return parts
-
-
-# The search for the largest micro-batch that fits into memory -------------------------------------
-
-# A batch of a loss with a gradient cache is never split. Its ``mini_batch_size`` is searched for
-# instead, the rows that the cache encodes at once.
-
-
-def find_micro_batch(
-    args: ContAccumTrainingArguments,
-    model: nn.Module,
-    loss: Any,
-    dataset: Any,
-    smallest: int,
-    compute_loss: Callable[[Any, list[Row]], Tensor],
-) -> int:
-    """Return the pairs of the largest micro-batch that fits into the memory of every rank.
-
-    The divisors of the pairs per update are tried with the longest texts of the data. On a GPU, the
-    largest comes first, and the first one that fits is taken: a gradient cache encodes all pairs
-    with each size, which takes longest with small ones. On a CPU, the operating system would kill
-    the process when memory runs out. So the smallest comes first, the memory for a size is
-    predicted from the memory of the size before, in proportion, and a size that may need too much
-    is not tried. The search does not change weights, bank or random states.
-
-    Args:
-        args: the arguments of the run.
-        model: the model in training.
-        loss: the training loss.
-        dataset: the training set, or a dictionary of training sets.
-        smallest: the smallest number of pairs with which every query has a negative.
-        compute_loss: function that returns the value of a loss for rows of the data.
-
-    Raises:
-        ConfigError: if an update has fewer pairs than the smallest micro-batch.
-        UserError: if the smallest micro-batch does not fit.
-    """
-    restore_random_states = capture_random_states()
-    model.train()  # with dropout and gradient checkpointing, as in training
-    num_pairs = args.per_device_train_batch_size * args.gradient_accumulation_steps
-    rows = make_longest_rows(dataset, num_pairs)
-    sizes = [size for size in range(smallest, num_pairs + 1) if num_pairs % size == 0]
-    if not sizes:
-        raise ConfigError(
-            f"per_device_train_batch_size=auto: an update has {num_pairs} pairs on each device, "
-            f"but a micro-batch needs at least {smallest}. Raise total_train_batch_size"
-        )
-    is_host = is_host_memory(args.device)
-    largest = 0  # the largest size that fits so far
-    memory_of_largest = 0.0  # MB
-    # Both are read once, because memory that a size has freed stays with the process.
-    free_memory = psutil.virtual_memory().available / _BYTES_PER_MB
-    reset_peak_memory(args.device)
-    memory_before = peak_memory_mb(args.device)
-    for size in sizes if is_host else reversed(sizes):
-        if largest and is_host:
-            predicted_memory = memory_of_largest * size / largest
-            if predicted_memory > _MAX_SHARE_OF_FREE_MEMORY * free_memory:
-                break
-        reset_peak_memory(args.device)
-        # A gradient cache gets all pairs in one batch, and encodes ``size`` of them at once.
-        batch = rows if uses_gradient_cache(loss) else rows[:size]
-        fits = True
-        try:
-            try_micro_batch(size, model, loss, batch, compute_loss)
-        except Exception as error:
-            if not is_out_of_memory(error):
-                raise
-            fits = False
-        # Not in the handler, where the error still refers to the activations.
-        clear_device_cache(garbage_collection=True)
-        if fits:
-            memory_of_largest = peak_memory_mb(args.device) - memory_before
-            largest = size
-        is_last = fits
-        if is_host:
-            is_last = not fits  # larger sizes do not fit either
-        if is_last:
-            break
-    largest = int(over_ranks("MIN", torch.tensor(largest, device=args.device)))
-    if not largest:
-        raise UserError(f"out of memory at a micro-batch of {sizes[0]}: {MEMORY_REMEDIES}")
-    restore_random_states()
-    return largest
-
-
-def is_host_memory(device: torch.device) -> bool:
-    """Return True if the operating system kills a process that uses too much of this memory."""
-    return device.type == "cpu"
-
-
-def try_micro_batch(
-    size: int,
-    model: nn.Module,
-    loss: Any,
-    rows: list[Row],
-    compute_loss: Callable[[Any, list[Row]], Tensor],
-) -> None:
-    """Run two micro-steps with a copy of the loss, to see whether they fit into memory.
-
-    Tensors of the size of AdamW's two states are in memory meanwhile. During the second micro-step,
-    gradients and a filled bank are in memory as well. Weights and the bank of the original loss do
-    not change, and the gradients are dropped.
-    """
-    # The memo makes deepcopy use the same model instead of a copy.
-    trial_loss = copy.deepcopy(loss, memo={id(model): model})
-    for module in iter_bank_losses(trial_loss):
-        # Ranks may run out of memory at different sizes, so a trial must not wait for other ranks
-        # to gather their embeddings.
-        module.settings = dataclasses.replace(module.settings, gather_across_devices=False)
-        module.distillation = None  # the rows of a trial have no teacher scores
-    set_mini_batch_size(trial_loss, size)
-    optimizer_states = []
-    for parameter in model.parameters():
-        if parameter.requires_grad:
-            optimizer_states += [torch.zeros_like(parameter), torch.zeros_like(parameter)]
-    try:
-        for _ in range(2):
-            compute_loss(trial_loss, rows).backward()
-    finally:
-        model.zero_grad()
-
-
-def make_longest_rows(dataset: Any, num_rows: int) -> list[Row]:
-    """Make rows from the longest texts of each column, by their number of characters.
-
-    Hardly any batch of the data has more tokens. Row i combines the i-th longest text of every
-    column, so most rows are not rows of the data. Of several training sets, the rows are those with
-    the most characters.
-    """
-    parts = dataset if isinstance(dataset, dict) else {None: dataset}
-    longest_rows: list[Row] = []
-    most_characters = 0
-    for name, part in parts.items():
-        longest: dict[str, list[str]] = defaultdict(list)
-        for batch in first_texts(part):
-            for column, texts in batch.items():
-                candidates = longest[column] + [str(text) for text in texts if text]
-                longest[column] = heapq.nlargest(num_rows, candidates, key=len)
-        positives = list(longest.values())[1]  # queries are the first column
-        rows: list[Row] = []
-        for index in range(num_rows):
-            row: Row = {}
-            for column, longest_texts in longest.items():
-                available = longest_texts or positives  # negatives that are filled in later
-                row[column] = available[index % len(available)]
-            rows.append(row)
-        num_characters = sum(len(text) for row in rows for text in row.values())
-        if num_characters > most_characters:
-            most_characters = num_characters
-            labels = {} if name is None else {"dataset_name": name}
-            longest_rows = [{**row, **labels} for row in rows]
-    return longest_rows
-
-
-def find_largest_divisor(number: int, limit: int) -> int:
-    """Return the largest divisor of a number that is not above the limit; both are at least 1."""
-    divisor = min(number, limit)
-    while number % divisor:
-        divisor -= 1
-    return divisor
-
-
-def peak_memory_mb(device: torch.device | str | None = None) -> float:
-    """Return the peak memory since `reset_peak_memory` in MB (2^20 bytes).
-
-    For a CUDA device, it is the memory that torch has allocated there, otherwise the resident
-    memory of this process. On systems without /proc, no peak is available, and the current memory
-    is returned.
-    """
-    if device is not None and torch.device(device).type == "cuda":
-        return torch.cuda.max_memory_allocated(device) / _BYTES_PER_MB
-    with suppress(OSError):
-        # resource.getrusage is not used, because there a child process starts with the peak of its
-        # parent. VmHWM is the peak of the resident memory, in kB.
-        for line in Path("/proc/self/status").read_text(encoding="ascii").splitlines():
-            if line.startswith("VmHWM"):
-                return int(line.split()[1]) / 2**10
-    return psutil.Process().memory_info().rss / _BYTES_PER_MB
-
-
-def reset_peak_memory(device: torch.device | str) -> None:
-    """Reset the peak to the current memory; without /proc, the peak stays as it is."""
-    if torch.device(device).type == "cuda":
-        torch.cuda.reset_peak_memory_stats(device)
-        return
-    with suppress(OSError):
-        # 5 is Linux's code for setting VmHWM to the current resident memory.
-        Path("/proc/self/clear_refs").write_text("5", encoding="ascii")
-
-
-def capture_random_states() -> Callable[[], None]:
-    """Return a function that restores the present states of the random number generators.
-
-    Evaluation, model cards and the search for a micro-batch size also use random numbers. The
-    training stays the same with and without them, if the states are restored afterwards. They are
-    those of Python, numpy and torch (CPU and every CUDA device).
-    """
-    python = random.getstate()
-    numpy = np.random.get_state()
-    torch_cpu = torch.get_rng_state()
-    torch_cuda = torch.cuda.get_rng_state_all() if torch.cuda.is_available() else []
-
-    def restore() -> None:
-        random.setstate(python)
-        np.random.set_state(numpy)
-        torch.set_rng_state(torch_cpu)
-        torch.cuda.set_rng_state_all(torch_cuda)
-
-    return restore

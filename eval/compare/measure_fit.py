@@ -52,9 +52,9 @@ from contaccum.evaluation.evaluator import RetrievalEvaluator
 from contaccum.evaluation.metrics import score_run
 from contaccum.evaluation.results import fill_page, markdown_table
 from contaccum.experiments.candidates import Candidate
+from contaccum.experiments.comparison import SYSTEMS, search_test_set
 from contaccum.experiments.fit import RECORD_FILE
 from contaccum.experiments.proposed import make_base_settings, propose_settings
-from contaccum.experiments.verdict import SYSTEMS, search_test_set
 from contaccum.files import atomic_folder, hash_file, read_json, write_json, write_text
 from contaccum.report.fit_page import RUNGS
 from contaccum.retrieval.documents import StoreDocuments

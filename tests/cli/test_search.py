@@ -14,6 +14,7 @@ from small_data import read_lines, write_beir
 from contaccum import DualEncoder
 from contaccum.cli import main
 from contaccum.evaluation.results import read_trec_run
+from contaccum.retrieval import exact_search
 from contaccum.retrieval import search as search_module
 from contaccum.retrieval.search import build_index, search
 from contaccum.retrieval.store import EmbeddingStore
@@ -58,7 +59,7 @@ def run(root: Path, output: Path, *options: object, model: str | None = "encoder
 
 def test_run_equals_the_search_of_an_array(root, tmp_path, monkeypatch):
     # The array is searched in slices like the shards, so that rounding is the same.
-    monkeypatch.setattr(search_module, "SLICE_BYTES", 4 * 32 * 17)
+    monkeypatch.setattr(exact_search, "SLICE_BYTES", 4 * 32 * 17)
     assert run(root, tmp_path / "run.trec", "--top_k", 7) == 0
     hits = read_trec_run(tmp_path / "run.trec")
     store = EmbeddingStore.open(root / "store")

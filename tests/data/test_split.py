@@ -430,7 +430,7 @@ def test_held_out_positives_are_no_hard_negatives_in_training(tmp_path):
     assert split.negatives_left_out == num_left_out
 
 
-def test_a_corpus_is_the_haystack(tmp_path):
+def test_dev_and_test_are_searched_in_the_whole_corpus(tmp_path):
     """Its copies of a positive are relevant too."""
     records = make_pairs(40)
     corpus = [{"_id": "other", "title": "An", "text": "other one"}]
@@ -442,7 +442,7 @@ def test_a_corpus_is_the_haystack(tmp_path):
     pairs = write_lines(tmp_path / "pairs.jsonl", records)
     corpus_file = write_lines(tmp_path / "corpus.jsonl", corpus)
     split = split_data(RecordSource(pairs), tmp_path / "split", corpus=corpus_file)
-    # The haystacks have the 30 positives, 40 copies and the other document.
+    # Both have the 30 positives, 40 copies and the other document.
     assert split.documents == {"train": split.train + 1, "dev": 71, "test": 71}
     dataset = load_beir_folder(tmp_path / "split" / "test", "test")
     assert dataset.corpus["other"] == {"title": "An", "text": "other one"}
@@ -779,13 +779,13 @@ def test_sizes_and_corpus_do_not_replace_the_test_set_of_a_beir_folder(tmp_path)
         split_data(RecordSource(folder), tmp_path / "again", corpus=other)
 
 
-def test_the_corpus_of_a_beir_folder_without_a_test_set_is_the_haystack(tmp_path):
+def test_dev_and_test_of_a_beir_folder_without_a_test_set_are_searched_in_its_corpus(tmp_path):
     documents = {f"d{number}": ("", text) for number, text in enumerate(sentences(60, 0, 9))}
     queries = {f"q{number}": text for number, text in enumerate(sentences(30, 1, 9))}
     qrels = [(f"q{number}", f"d{number}", 1) for number in range(30)]
     folder = tmp_path / "beir"
     write_beir(folder, documents, queries, qrels, "train")
-    split = split_data(RecordSource(folder), tmp_path / "split", SplitSettings(haystack=1))
+    split = split_data(RecordSource(folder), tmp_path / "split", SplitSettings(documents=1))
     assert split.documents["dev"] == 60
     assert split.documents["test"] == 60
     assert len(load_beir_folder(tmp_path / "split" / "test").corpus) == 60
@@ -903,7 +903,7 @@ def test_counts_name_the_file_of_the_records_and_repeated_records(tmp_path, caps
         assert summary == f"a: 56 records in {train_file} (28 repeated): 56 used, 0 left out"
 
 
-def test_empty_documents_of_a_beir_folder_stay_in_the_haystacks(tmp_path):
+def test_empty_documents_of_a_beir_folder_stay_in_dev_and_test(tmp_path):
     documents, queries, qrels = make_judged_claims(20)
     documents["empty"] = ("", "")
     folder = write_beir(tmp_path / "beir", documents, queries, qrels[:15])

@@ -33,15 +33,16 @@ from contaccum.experiments import fit as fit_module
 from contaccum.experiments import folds, proposed
 from contaccum.experiments.budget import Budget
 from contaccum.experiments.candidates import Candidate
+from contaccum.experiments.comparison import ScoreColumns
 from contaccum.experiments.fit import FitResult
 from contaccum.experiments.folds import Pairs
 from contaccum.experiments.run import Job, Trained
-from contaccum.experiments.verdict import ScoreColumns, compute_verdicts
+from contaccum.experiments.verdict import compute_verdicts
 from contaccum.files import lock_folder, write_json
 from contaccum.retrieval.encode import model_fingerprint
 from contaccum.retrieval.store import EmbeddingStore
 from contaccum.settings import Settings, replace
-from contaccum.training import update
+from contaccum.training import micro_batch
 from contaccum.training.trainer import train_and_save
 
 SETTINGS: dict[str, object] = {
@@ -781,14 +782,14 @@ def test_on_a_gpu_the_micro_batch_is_the_largest_that_its_memory_allows(
     assert settings.dataloader_num_workers == 2
     assert with_steps.per_device_train_batch_size == 16  # two micro-batches of any size may not fit
 
-    try_micro_batch = update.try_micro_batch
+    try_micro_batch = micro_batch.try_micro_batch
 
     def run_out_of_memory_above_4(size: int, *arguments: Any) -> None:
         if size > 4:
             raise torch.OutOfMemoryError
         try_micro_batch(size, *arguments)
 
-    monkeypatch.setattr(update, "try_micro_batch", run_out_of_memory_above_4)
+    monkeypatch.setattr(micro_batch, "try_micro_batch", run_out_of_memory_above_4)
     settings = replace(settings, output_dir=str(tmp_path / "run"), max_steps=2, use_cpu=True)
     train_and_save(settings)
     record = json.loads((tmp_path / "run" / "run.json").read_text())

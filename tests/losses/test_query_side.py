@@ -31,7 +31,7 @@ from contaccum.retrieval.encode import (
     model_fingerprint,
     tokenisation_fingerprint,
 )
-from contaccum.retrieval.search import DeviceEmbeddings
+from contaccum.retrieval.exact_search import DeviceEmbeddings
 from contaccum.retrieval.store import EmbeddingStore
 
 DOCUMENTS = sentences(40, 5, 9)

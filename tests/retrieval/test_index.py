@@ -12,14 +12,14 @@ import pytest
 import torch
 
 from contaccum.errors import ConfigError, DataError, UserError
+from contaccum.retrieval import exact_search
 from contaccum.retrieval import search as search_module
+from contaccum.retrieval.exact_search import search_on_devices, split_over_devices
 from contaccum.retrieval.search import (
     build_index,
     open_index,
     recall_against_exact,
     search,
-    search_on_devices,
-    split_over_devices,
 )
 from contaccum.retrieval.store import EmbeddingStore, StoreWriter
 
@@ -31,7 +31,7 @@ def make_vectors(n: int, d: int = 16, seed: int = 0) -> np.ndarray:
 @pytest.fixture
 def set_slice_size(monkeypatch) -> Callable[[int], None]:
     """Return a function that sets how many rows of 16 numbers a slice has."""
-    return lambda num_rows: monkeypatch.setattr(search_module, "SLICE_BYTES", 4 * 16 * num_rows)
+    return lambda num_rows: monkeypatch.setattr(exact_search, "SLICE_BYTES", 4 * 16 * num_rows)
 
 
 @pytest.fixture(params=["faiss", "torch"])
@@ -46,8 +46,8 @@ def program(request, monkeypatch) -> str:
         monkeypatch.setattr(search_module, "find_gpus", lambda: [0, 1])
         monkeypatch.setattr(search_module, "split_over_devices", use_cpu)
         monkeypatch.setattr(search_module, "search_slices", None)
-        monkeypatch.setattr(search_module, "_MAX_SCORES_ON_GPU", 2000)
-        monkeypatch.setattr(search_module, "_ROWS_PER_BLOCK_ON_CPU", 30)
+        monkeypatch.setattr(exact_search, "_MAX_SCORES_ON_GPU", 2000)
+        monkeypatch.setattr(exact_search, "_ROWS_PER_BLOCK_ON_CPU", 30)
     return request.param
 
 
@@ -69,8 +69,8 @@ def search_by_numpy(
 @pytest.mark.parametrize(("k", "num_queries"), [(1, 9), (7, 300), (65, 300), (500, 9)])
 def test_sliced_search_equals_numpy(metric, k, num_queries, set_slice_size, monkeypatch, program):
     set_slice_size(64)
-    monkeypatch.setattr(search_module, "_MAX_QUERIES_PER_GROUP", 100)
-    monkeypatch.setattr(search_module, "_MAX_QUERIES_PER_GROUP_ON_GPU", 100)
+    monkeypatch.setattr(exact_search, "_MAX_QUERIES_PER_GROUP", 100)
+    monkeypatch.setattr(exact_search, "_MAX_QUERIES_PER_GROUP_ON_GPU", 100)
     documents = make_vectors(200)
     queries = make_vectors(num_queries, seed=1)
     documents_before = documents.copy()

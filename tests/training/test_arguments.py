@@ -8,7 +8,7 @@ from tiny_models import tiny_encoder
 from contaccum import ContAccumLoss, ContAccumTrainingArguments
 from contaccum.errors import ConfigError
 from contaccum.settings import Settings, replace
-from contaccum.training.trainer import make_loss
+from contaccum.training.losses import make_loss
 
 AUTO = {"per_device_train_batch_size": "auto"}
 EVALUATE = {"eval_strategy": "steps", "eval_steps": 2}

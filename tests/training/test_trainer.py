@@ -34,7 +34,6 @@ from contaccum.errors import ConfigError, UserError
 from contaccum.retrieval.encode import model_fingerprint
 from contaccum.settings import WITH_BANK
 from contaccum.training.log import RUN_RECORD, CollapseWatch
-from contaccum.training.losses import compute_smallest_micro_batch
 
 Log = list[dict[str, Any]]
 
@@ -366,18 +365,6 @@ def test_a_loss_with_other_terms_is_not_compared_with_a_random_guess():
     for update, loss in enumerate(losses):
         record = {"update": update, "loss": loss, "columns": 32, "loss_has_other_terms": True}
         assert watch.observe(record) == []
-
-
-def test_one_set_without_hard_negatives_needs_two_pairs_in_a_micro_batch():
-    loss = ContAccumLoss(tiny_encoder(), bank_size=0)
-    triplets = ["query", "positive", "negative"]
-    pairs = ["query", "positive"]
-    assert compute_smallest_micro_batch(loss, {"a": triplets, "b": triplets}) == 1
-    assert compute_smallest_micro_batch(loss, {"a": triplets, "b": pairs}) == 2
-    assert compute_smallest_micro_batch(loss, {}) == 2
-    with_bank = ContAccumLoss(tiny_encoder(), bank_size=8)
-    assert compute_smallest_micro_batch(with_bank, {"a": pairs}) == 1
-    assert compute_smallest_micro_batch({"a": with_bank, "b": loss}, {"a": pairs, "b": pairs}) == 2
 
 
 def list_files(folder: Path, suffixes: tuple[str, ...] = ()) -> list[Path]:

@@ -7,7 +7,6 @@ import logging
 import math
 from collections.abc import Callable
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -20,58 +19,24 @@ from sentence_transformers.sentence_transformer.losses import (
 )
 from tiny_models import tiny_encoder
 from tiny_runs import (
+    AUTO,
+    EVERY_CALL,
     SAVE_EVERY_UPDATE,
     assert_resumes,
     call_at_micro_step,
     get_state,
-    list_differences,
     make_pairs,
     make_trainer,
     read_log,
     record_texts,
+    simulate_out_of_memory,
 )
 from transformers import TrainerCallback
 
 from contaccum import CachedContAccumLoss
 from contaccum.errors import ConfigError, UserError
-from contaccum.files import read_json
 from contaccum.training import update
 from contaccum.training.log import CollapseWatch
-
-EVERY_CALL = set(range(999))
-
-
-def simulate_out_of_memory(trainer: Any, stage: str, calls: set[int], max_rows: int) -> None:
-    """Make a stage of training raise out-of-memory errors.
-
-    Args:
-        trainer: the trainer.
-        stage: "queries" or "passages" (their forward pass), or "backward".
-        calls: the calls of the stage that raise, from 1.
-        max_rows: with so many rows or fewer, no call raises.
-    """
-    num_calls = 0
-
-    def check(num_rows: int) -> None:
-        nonlocal num_calls
-        num_calls += 1
-        if num_rows > max_rows and num_calls in calls:
-            raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB.")
-
-    def before_forward(module: Any, arguments: Any) -> None:
-        features = arguments[0]
-        task = {"queries": "query", "passages": "document"}.get(stage)
-        if torch.is_grad_enabled() and module.training and features.get("task") == task:
-            check(len(features["input_ids"]))
-
-    def after_forward(module: Any, arguments: Any, output: Any) -> None:
-        is_query = arguments[0].get("task") == "query"
-        if stage == "backward" and torch.is_grad_enabled() and is_query:
-            # The backward pass of queries comes last: the weights have the passages' gradients.
-            output["sentence_embedding"].register_hook(lambda gradient: check(len(gradient)))
-
-    trainer.model.register_forward_pre_hook(before_forward)
-    trainer.model.register_forward_hook(after_forward)
 
 
 @pytest.mark.parametrize("method", ["grad_accum", "contaccum"])
@@ -228,54 +193,6 @@ def test_if_the_smallest_micro_batch_does_not_fit_the_error_names_remedies(tmp_p
         trainer.train()
 
 
-AUTO = {
-    "per_device_train_batch_size": "auto",
-    "gradient_accumulation_steps": 1,
-    "total_train_batch_size": 12,
-}
-
-
-@pytest.mark.parametrize("is_host", [True, False], ids=["CPU", "GPU"])
-@pytest.mark.parametrize("stage", ["passages", "backward"])
-def test_auto_finds_the_largest_micro_batch_without_changing_the_training(
-    stage, is_host, tmp_path, monkeypatch
-):
-    """The sizes are 12, 6, 4, 3, 2 and 1; the largest of them with at most 5 rows is 4."""
-    monkeypatch.setattr(update, "is_host_memory", lambda device: is_host)
-    fixed = make_trainer(tmp_path / "fixed", dropout=0.1)
-    fixed.train()
-    auto = make_trainer(tmp_path / "auto", dropout=0.1, **AUTO, **SAVE_EVERY_UPDATE)
-    simulate_out_of_memory(auto, stage, EVERY_CALL, max_rows=5)
-    auto.train()
-    assert auto.args.per_device_train_batch_size == 4
-    assert auto.args.gradient_accumulation_steps == 3
-    assert auto.args.total_train_batch_size == 12
-    assert list_differences(get_state(fixed), get_state(auto)) == []
-    # A resumed run keeps the size, although 12 would fit now.
-    resumed = make_trainer(tmp_path / "auto", dropout=0.1, **AUTO, **SAVE_EVERY_UPDATE)
-    resumed.train(resume_from_checkpoint=str(tmp_path / "auto" / "checkpoint-2"))
-    assert resumed.args.per_device_train_batch_size == 4
-    assert list_differences(get_state(fixed), get_state(resumed)) == []
-
-
-def test_a_run_with_auto_and_a_composing_sampler_resumes(tmp_path, monkeypatch):
-    """Its batches depend on the micro-batch size, which the resumed run reads from the marker."""
-    settings = {"batch_sampler": "no_duplicates", **SAVE_EVERY_UPDATE}
-    monkeypatch.setattr("contaccum.training.update.find_micro_batch", lambda *_: 4)
-    straight = make_trainer(tmp_path, **AUTO, **settings)
-    straight.train()
-    record = read_json(tmp_path / "run.json")
-    assert record["micro_batch"] == 4
-    assert record["arguments"]["per_device_train_batch_size"] == "auto"
-    checkpoint = tmp_path / "checkpoint-2"
-    smaller = {"per_device_train_batch_size": 2, "gradient_accumulation_steps": 6}
-    with pytest.raises(UserError, match=r"pairs per batch of the sampler \(4, now 2\)"):
-        make_trainer(tmp_path / "smaller", **smaller, **settings).train(str(checkpoint))
-    resumed = make_trainer(tmp_path / "resumed", **AUTO, **settings)
-    resumed.train(str(checkpoint))
-    assert list_differences(get_state(straight), get_state(resumed)) == []
-
-
 def make_two_cached_losses(model: Any) -> tuple[DatasetDict, dict[str, CachedContAccumLoss]]:
     """Return two data sets, and a loss with a gradient cache for each."""
     data = DatasetDict(one=make_pairs(20), two=make_pairs(16))
@@ -300,80 +217,6 @@ def test_auto_with_a_dictionary_of_losses_is_refused(tmp_path):
     data, losses = make_two_cached_losses(model)
     with pytest.raises(ConfigError, match="=auto with a dictionary of losses"):
         make_trainer(tmp_path, data, model=model, loss=losses, **AUTO)
-
-
-def test_a_size_that_auto_found_is_lowered_if_a_rank_has_fewer_pairs_per_update(tmp_path):
-    """A run of one rank found 8 of 24 pairs; resumed on two ranks, each rank has 12 pairs."""
-    trainer = make_trainer(tmp_path, **AUTO)
-    trainer.updates.set_micro_batch_size(8)
-    assert trainer.args.per_device_train_batch_size == 6
-    assert trainer.args.gradient_accumulation_steps == 2
-
-
-def test_auto_measures_memory_in_training_mode_and_with_texts_for_missing_negatives(
-    tmp_path, monkeypatch
-):
-    trainer = make_trainer(tmp_path, **AUTO)
-    trainer.model.eval()
-    modes = []
-    monkeypatch.setattr(update, "try_micro_batch", lambda *_: modes.append(trainer.model.training))
-    trainer.get_train_dataloader()
-    assert modes and all(modes)
-    columns = {"query": ["a", "b c"], "positive": ["d e f", "g"], "negative_1": [None, None]}
-    rows = update.make_longest_rows(Dataset.from_dict(columns), 1)
-    assert rows == [{"query": "b c", "positive": "d e f", "negative_1": "d e f"}]
-
-
-def test_the_longest_rows_are_those_of_the_training_set_with_the_longest_texts():
-    sets = {
-        "short": Dataset.from_dict({"question": ["a b"], "answer": ["c"]}),
-        "long": Dataset.from_dict({"query": ["i", "j k"], "positive": ["l m n", "o"]}),
-    }
-    [row] = update.make_longest_rows(sets, 1)
-    assert row == {"query": "j k", "positive": "l m n", "dataset_name": "long"}
-
-
-def test_auto_refuses_an_update_that_is_smaller_than_a_micro_batch(tmp_path):
-    settings = {**AUTO, "method": "grad_accum", "total_train_batch_size": 1}
-    with pytest.raises(ConfigError, match="but a micro-batch needs at least 2"):
-        make_trainer(tmp_path, **settings).get_train_dataloader()
-
-
-@pytest.mark.parametrize(
-    ("is_host", "tried"), [(True, [1, 2, 3, 4, 6]), (False, [12, 6, 4])], ids=["CPU", "GPU"]
-)
-def test_auto_finds_how_many_pairs_a_gradient_cache_encodes_at_once(
-    is_host, tried, tmp_path, monkeypatch
-):
-    sizes = []
-    try_micro_batch = update.try_micro_batch
-
-    def record_size(size: int, *arguments: Any) -> None:
-        sizes.append(size)
-        try_micro_batch(size, *arguments)
-
-    monkeypatch.setattr(update, "is_host_memory", lambda device: is_host)
-    monkeypatch.setattr(update, "try_micro_batch", record_size)
-    trainer = make_trainer(tmp_path, method="grad_cache", **AUTO)
-    simulate_out_of_memory(trainer, "passages", EVERY_CALL, max_rows=5)
-    trainer.train()
-    assert sizes == tried
-    assert trainer.args.pairs_per_micro_batch == trainer.loss.mini_batch_size == 4
-    assert trainer.args.per_device_train_batch_size == trainer.args.total_train_batch_size == 12
-
-
-def test_auto_tries_no_size_for_which_a_host_has_too_little_memory(tmp_path, monkeypatch):
-    """Memory grows by 100 MB per pair, and 600 MB (80%) of the free 750 MB may be used."""
-    trainer = make_trainer(tmp_path, **AUTO)
-    trainer.args.gradient_accumulation_steps = 12
-    sizes: list[int] = []
-    memory = SimpleNamespace(available=750 * 2**20)
-    monkeypatch.setattr(update, "try_micro_batch", lambda size, *_: sizes.append(size))
-    monkeypatch.setattr(update, "peak_memory_mb", lambda device: 100.0 * max(sizes, default=0))
-    monkeypatch.setattr(update.psutil, "virtual_memory", lambda: memory)
-    trainer.get_train_dataloader()
-    assert sizes == [1, 2, 3, 4, 6]
-    assert trainer.args.per_device_train_batch_size == 6  # 12 was not tried
 
 
 def get_weights(trainer: Any) -> torch.Tensor:

@@ -30,6 +30,15 @@ DEFAULTS = {
 
 TRAINER_OPTIONS = ("evaluator", "eval_dataset", "loss", "callbacks", "data_record", "guide")
 """Settings of `make_trainer` that are passed to the trainer itself."""
+AUTO = {
+    "per_device_train_batch_size": "auto",
+    "gradient_accumulation_steps": 1,
+    "total_train_batch_size": 12,
+}
+"""The batch sizes of `DEFAULTS`, of which the trainer finds the micro-batch."""
+
+EVERY_CALL = set(range(999))
+"""Calls of `simulate_out_of_memory`."""
 
 
 def make_pairs(num_pairs: int, negatives: int = 0) -> Dataset:
@@ -186,3 +195,36 @@ RUN_SETTINGS = {
 
 The updates of an epoch have 3, 3, 3 and 2 micro-batches.
 """
+
+
+def simulate_out_of_memory(trainer: Any, stage: str, calls: set[int], max_rows: int) -> None:
+    """Make a stage of training raise out-of-memory errors.
+
+    Args:
+        trainer: the trainer.
+        stage: "queries" or "passages" (their forward pass), or "backward".
+        calls: the calls of the stage that raise, from 1.
+        max_rows: with so many rows or fewer, no call raises.
+    """
+    num_calls = 0
+
+    def check(num_rows: int) -> None:
+        nonlocal num_calls
+        num_calls += 1
+        if num_rows > max_rows and num_calls in calls:
+            raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB.")
+
+    def before_forward(module: Any, arguments: Any) -> None:
+        features = arguments[0]
+        task = {"queries": "query", "passages": "document"}.get(stage)
+        if torch.is_grad_enabled() and module.training and features.get("task") == task:
+            check(len(features["input_ids"]))
+
+    def after_forward(module: Any, arguments: Any, output: Any) -> None:
+        is_query = arguments[0].get("task") == "query"
+        if stage == "backward" and torch.is_grad_enabled() and is_query:
+            # The backward pass of queries comes last: the weights have the passages' gradients.
+            output["sentence_embedding"].register_hook(lambda gradient: check(len(gradient)))
+
+    trainer.model.register_forward_pre_hook(before_forward)
+    trainer.model.register_forward_hook(after_forward)

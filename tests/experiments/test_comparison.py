@@ -8,14 +8,14 @@ from sample_texts import sentences
 from small_data import make_queries, write_beir
 
 from contaccum.data import load_beir_folder
-from contaccum.experiments.folds import collect_scores, pool_scores
-from contaccum.experiments.verdict import (
-    LEVEL,
+from contaccum.experiments.comparison import (
     SYSTEMS,
     ScoreColumns,
     SystemResult,
-    compute_verdict,
+    collect_scores,
+    pool_scores,
 )
+from contaccum.experiments.verdict import LEVEL, compute_verdict
 
 NUM_PASSAGES = 12
 NUM_FOLDS = 5

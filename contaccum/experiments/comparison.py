@@ -1,0 +1,214 @@
+"""Comparison on the test set: the search by each system, and the scores of the queries.
+
+The test set is used for the verdict only, and never to choose a candidate.
+"""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Collection, Mapping, Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from contaccum.data.beir import BeirDataset, get_positives, read_split_queries
+from contaccum.data.near_duplicates import group_records, normalise
+from contaccum.data.records import Record
+from contaccum.data.rows import RecordReport
+from contaccum.encoders.dual_encoder import DualEncoder
+from contaccum.evaluation.evaluator import RetrievalEvaluator
+from contaccum.evaluation.results import Run
+from contaccum.experiments.candidates import MEAN, Candidate, search_with
+from contaccum.retrieval.bm25 import fuse_runs
+
+SYSTEMS = ("bm25", "base", "base_with_bm25", "trained", "trained_with_bm25")
+"""What is compared on the test set."""
+ScoreColumns = dict[str, dict[str, Any]]
+"""{column: {test query: value}}: nDCG@10 of each of `SYSTEMS`, whether it is "known", its "texts"
+(those of the query and of its relevant documents), and, once folds are pooled, its "group"."""
+MAX_SHOWN_QUERIES = 10
+"""The record shows so many queries with the largest gains, and as many with the largest losses."""
+
+_SHOWN_METRICS = ("NDCG@10", "MRR@10", "Recall@100")  # their names in the report
+_NUM_TOP_DOCUMENTS = 3  # retrieved documents that the record shows for a query
+
+
+class SystemResult(NamedTuple):
+    """The results of one system on the test set.
+
+    Attributes:
+        means: {metric: mean over the queries}.
+        query_scores: {query id: nDCG@10}.
+        run: {query id: {document id: score}} of the retrieved documents.
+    """
+
+    means: dict[str, float]
+    query_scores: dict[str, float]
+    run: Run
+
+
+def search_test_set(
+    evaluator: RetrievalEvaluator,
+    base: DualEncoder,
+    base_candidate: Candidate,
+    chosen: Candidate,
+    folder: Path,
+) -> dict[str, SystemResult]:
+    """Search the test set with BM25, both models, and both with BM25 beside them.
+
+    Args:
+        evaluator: the evaluator of the test set. Its ``documents`` are the document vectors by the
+            base model.
+        base_candidate: the base model, with the weight of BM25 beside it.
+        chosen: the chosen candidate.
+        folder: the folder with its map or its model.
+
+    Returns:
+        {system: result} with the systems `SYSTEMS`.
+    """
+    bm25 = evaluator.search_bm25()
+    runs = {
+        "bm25": bm25,
+        "base": evaluator.search(base),
+        "trained": search_with(chosen, base, folder, evaluator),
+    }
+    for name, candidate in (("base", base_candidate), ("trained", chosen)):
+        runs[f"{name}_with_bm25"] = fuse_runs(runs[name], bm25, candidate.bm25_weight)
+    results = {}
+    for system in SYSTEMS:
+        means = evaluator.score_run(runs[system])
+        results[system] = SystemResult(means, evaluator.query_scores, runs[system])
+    return results
+
+
+def collect_scores(
+    test_set: BeirDataset,
+    results: Mapping[str, SystemResult],
+    fold: int = 0,
+    dev: BeirDataset | None = None,
+) -> ScoreColumns:
+    """Return the scores of the test queries of a fold, with their kinds and texts.
+
+    Args:
+        results: {system: its result} of `SYSTEMS`.
+        dev: its queries are left out. They have texts, because they may link others to a group.
+    """
+    known: set[str] = set()
+    if (test_set.path / "qrels" / "known.tsv").is_file():
+        known.update(read_split_queries(test_set.path, "known", RecordReport()))
+    left_out = set(map(normalise, dev.queries.values())) if dev else set()
+    scores: ScoreColumns = {name: {} for name in (*SYSTEMS, "known", "texts")}
+    for query_id, text in test_set.queries.items():
+        query = f"{fold}/{query_id}"  # folds may use the same query ids
+        scores["texts"][query] = [text, *get_positives(test_set, query_id)]
+        if normalise(text) in left_out:
+            continue
+        for system in SYSTEMS:
+            scores[system][query] = results[system].query_scores[query_id]
+        scores["known"][query] = query_id in known
+    return scores
+
+
+def pool_scores(fold_scores: Sequence[ScoreColumns]) -> ScoreColumns:
+    """Return the scores of the test queries of all folds, with their groups.
+
+    Known queries of several folds may be about the same passage, so queries are in one group by
+    their texts (see `group_queries`), whatever their folds.
+    """
+    pooled: ScoreColumns = {}
+    for scores in fold_scores:
+        for name, values in scores.items():
+            pooled.setdefault(name, {}).update(values)
+    records = [Record(query, positives, []) for query, *positives in pooled["texts"].values()]
+    groups = group_records(records, None).group_of_record
+    pooled["group"] = dict(zip(pooled["texts"], groups, strict=True))
+    return pooled
+
+
+def tabulate(
+    results: Mapping[str, SystemResult],
+    scores: ScoreColumns,
+    kinds: Collection[str],
+    candidates: Sequence[Candidate],
+    chosen: Candidate,
+) -> list[dict[str, Any]]:
+    """Return a row for each system: its name and its scores on dev and test."""
+    bm25_candidate, base_candidate = candidates[:2]
+    rows = (
+        ("bm25", "BM25", bm25_candidate.scores),
+        ("base", base_candidate.name, base_candidate.vectors),
+        ("base_with_bm25", f"{base_candidate.name} with BM25", base_candidate.scores),
+        ("trained", chosen.name, chosen.vectors),
+        ("trained_with_bm25", f"{chosen.name} with BM25", chosen.scores),
+    )
+    table = []
+    for system, name, dev in rows:
+        row = {"name": name, "dev": dev.get(MEAN)}  # None for the vectors of BM25
+        row |= {metric: results[system].means[metric.lower()] for metric in _SHOWN_METRICS}
+        if len(kinds) > 1:
+            for kind in kinds:
+                of_kind = [
+                    score
+                    for query, score in scores[system].items()
+                    if scores["known"][query] == (kind == "known")
+                ]
+                # All queries of a kind may be those of other splits.
+                row[kind] = statistics.fmean(of_kind) if of_kind else None
+        table.append(row)
+    return table
+
+
+def compare_queries(
+    dataset: BeirDataset, base: SystemResult, trained: SystemResult
+) -> dict[str, Any]:
+    """Return the queries with the largest gains and losses, and the number of gains and losses.
+
+    Args:
+        dataset: the test set.
+        base, trained: the results of the base model and of the trained model.
+    """
+    gains = {
+        query_id: trained.query_scores[query_id] - base_score
+        for query_id, base_score in base.query_scores.items()
+    }
+    gained = [query_id for query_id, gain in gains.items() if gain > 0]
+    gained.sort(key=gains.__getitem__, reverse=True)
+    lost = [query_id for query_id, gain in gains.items() if gain < 0]
+    lost.sort(key=gains.__getitem__)
+
+    def describe(query_ids: list[str]) -> list[dict[str, Any]]:
+        shown = query_ids[:MAX_SHOWN_QUERIES]
+        return [_describe_query(dataset, query_id, base, trained) for query_id in shown]
+
+    return {
+        "gained": describe(gained),
+        "lost": describe(lost),
+        "num_gained": len(gained),
+        "num_lost": len(lost),
+        "num_same": len(gains) - len(gained) - len(lost),
+    }
+
+
+def _describe_query(
+    dataset: BeirDataset, query_id: str, base: SystemResult, trained: SystemResult
+) -> dict[str, Any]:
+    """Return the texts of a query, its relevant documents and its top documents, with scores."""
+    relevant = [name for name, grade in dataset.qrels[query_id].items() if grade > 0]
+    return {
+        "query": dataset.queries[query_id],
+        "before": base.query_scores[query_id],
+        "after": trained.query_scores[query_id],
+        "gold": [dict(dataset.corpus[name]) for name in relevant if name in dataset.corpus],
+        "top_before": _get_top_documents(dataset, query_id, base.run),
+        "top_after": _get_top_documents(dataset, query_id, trained.run),
+    }
+
+
+def _get_top_documents(dataset: BeirDataset, query_id: str, run: Run) -> list[dict[str, Any]]:
+    """Return the texts of a query's top documents, each with a mark whether it is relevant."""
+    scores = run.get(query_id, {})
+    ranking = sorted(scores, key=lambda document_id: -scores[document_id])
+    top_documents = []
+    for document_id in ranking[:_NUM_TOP_DOCUMENTS]:
+        is_relevant = dataset.qrels[query_id].get(document_id, 0) > 0
+        top_documents.append({**dataset.corpus[document_id], "is_gold": is_relevant})
+    return top_documents

@@ -1,0 +1,82 @@
+"""Removal of credentials from texts that are written or shown."""
+
+from __future__ import annotations
+
+import os
+import re
+from collections.abc import Mapping
+from typing import Any
+
+from contaccum.errors import ConfigError
+
+_CREDENTIAL_NAME = re.compile(
+    r"(?:^|_)(?:TOKEN|KEY|SECRET|PASSWORD|PASSWD|PASSPHRASE)(?:_|$)|PASSWORD$|APIKEY$", re.I
+)
+"""Names of environment variables with credentials, such as HF_TOKEN or AWS_SECRET_ACCESS_KEY."""
+_MIN_CREDENTIAL_LENGTH = 8
+# User and password in a URL, as in https://user:password@host or //user:password@host: everything
+# up to the last @ before the path. A password may hold @, quotes, blanks and ends of lines; a user
+# without a password ends at a blank, so that an address later in a sentence is left alone. The last
+# form is a password with a slash, which is not a port. Path() shortens "https://" to "https:/", so
+# one slash is enough after a scheme.
+_USER_IN_URL = re.compile(
+    r"((?<=[a-z0-9+.-][a-z0-9+.-]:)/{1,2}|(?<![:/\w])//)"
+    r"(?:[^\s/:]*:(?!\s)[^/\n]*(?:\n[^\s/]*\r?)*|[^\s/]+"
+    r"|[^\s/:]*:(?!\s|\d*/)[^\n@]*(?:@[^\n/]*)*)@(?!\w+\{)",
+    re.I,
+)
+# A key in the query of a URL, such as ?token=..., &api_key=... or &X-Amz-Signature=..., up to the
+# next parameter. A quote belongs to the value only if the value goes on after it.
+_KEY_IN_URL = re.compile(
+    r"([?&;#](?:[\w.%-]*(?:token|key|secret|password|passwd|passphrase|signature|credentials?|jwt)"
+    r"|pwd|pass|sig|auth|authorization|bearer|code|sas)=)(?:[^&#\s\"'<>]|[\"'](?=\w))+",
+    re.I,
+)
+
+
+def redact(content: Any) -> Any:
+    """Return ``content`` without credentials.
+
+    If the name of an environment variable looks like that of a credential, such as HF_TOKEN, its
+    value is replaced by ``<HF_TOKEN>`` everywhere. User and password in a URL, and the values of
+    keys in its query such as ``?token=``, become ``***``.
+
+    Args:
+        content: a text, or a structure of dicts, lists and tuples. All texts in it are redacted,
+            keys included. Other values, and the markup of a page, are returned as they are.
+    """
+    credentials = []
+    for name, value in os.environ.items():
+        # A short value may also be a part of ordinary text. A path is not a credential itself: it
+        # names the file in which the credential is stored.
+        is_long = len(value) >= _MIN_CREDENTIAL_LENGTH
+        if is_long and _CREDENTIAL_NAME.search(name) and not os.path.exists(value):
+            credentials.append((name, value))
+    # A long value may contain a short one, so it is replaced first.
+    credentials.sort(key=lambda credential: len(credential[1]), reverse=True)
+    return _redact(content, credentials)
+
+
+def refuse_credentials(options: Mapping[str, Any]) -> None:
+    """Raise `ConfigError` if an option is a token, or contains what `redact` removes."""
+    has_token_option = any(key.endswith("_token") for key in options)
+    if has_token_option or redact(dict(options)) != dict(options):
+        raise ConfigError(
+            "an option contains a credential, and options are written to files: put it into the "
+            "environment"
+        )
+
+
+def _redact(content: Any, credentials: list[tuple[str, str]]) -> Any:
+    """Return ``content`` without the credentials, and without users and keys in URLs."""
+    if isinstance(content, dict):
+        items = content.items()
+        return {_redact(key, credentials): _redact(value, credentials) for key, value in items}
+    if isinstance(content, (list, tuple)):
+        return type(content)(_redact(item, credentials) for item in content)
+    if not isinstance(content, str) or hasattr(content, "__html__"):  # Jinja's Markup is a str
+        return content
+    for name, value in credentials:
+        content = content.replace(value, f"<{name}>")
+    # Keys first: the value of a key may hold an @, and so look like a user.
+    return _USER_IN_URL.sub(r"\1***@", _KEY_IN_URL.sub(r"\1***", content))

@@ -1,0 +1,100 @@
+"""Text columns of the training data: their roles, and what a method requires of them.
+
+The first text column of a data set holds the queries, the second their positives, and further
+columns hard negatives.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from sentence_transformers import SentenceTransformer
+
+from contaccum.data.sampling import LABELS
+from contaccum.encoders.settings import get_prompt
+from contaccum.errors import ConfigError
+from contaccum.losses.contaccum import ContAccumLoss
+from contaccum.training.arguments import ContAccumTrainingArguments
+from contaccum.training.losses import unwrap_matryoshka
+
+Columns = dict[str | None, list[str]]
+"""Text columns of each data set, in order, by the set's name; None is the name of a single set."""
+
+
+def get_text_columns(dataset: Any) -> Columns:
+    """Return the text columns of each data set; a set without text columns is left out."""
+    parts = dataset if isinstance(dataset, dict) else {None: dataset}
+    columns: Columns = {}
+    for name, part in parts.items():
+        names = getattr(part, "column_names", None) or []
+        texts = [column for column in names if column not in LABELS]
+        if texts:
+            columns[name] = texts
+    return columns
+
+
+def set_column_roles(
+    args: ContAccumTrainingArguments, model: SentenceTransformer, columns: Columns
+) -> None:
+    """Set ``args.router_mapping`` and ``args.prompts`` by column, unless the user has set them.
+
+    sentence-transformers uses both: ``router_mapping`` gives the tower that encodes a column, and
+    ``prompts`` the text put before each text of the column. The first column of a data set has the
+    role "query", the others "document", and each role has the model's own prompt. If a column name
+    has different roles in different data sets, both settings are made separately for each data set.
+    """
+    roles_by_set: dict[Any, dict[str, str]] = {}
+    prompts_by_set: dict[Any, dict[str, str]] = {}
+    common_roles: dict[str, str] = {}
+    common_prompts: dict[str, str] = {}
+    for name, column_names in columns.items():
+        roles = dict.fromkeys(column_names, "document") | {column_names[0]: "query"}
+        prompts = {column: get_prompt(model, role) for column, role in roles.items()}
+        roles_by_set[name] = roles
+        prompts_by_set[name] = {column: prompt for column, prompt in prompts.items() if prompt}
+        common_roles |= roles
+        common_prompts |= prompts_by_set[name]
+    # Where the roles of a column differ, a later set has overwritten the role of an earlier set.
+    roles_agree = all(roles.items() <= common_roles.items() for roles in roles_by_set.values())
+    if not args.router_mapping:
+        args.router_mapping = common_roles if roles_agree else roles_by_set
+    if args.prompts is None:
+        args.prompts = (common_prompts or None) if roles_agree else prompts_by_set
+
+
+def check_columns(args: ContAccumTrainingArguments, loss: Any, columns: Columns) -> None:
+    """Check that every data set has positives, and that a query can have negatives.
+
+    Raises:
+        ConfigError: for a data set without them; the message names the set. Also for "auto" with a
+            dictionary of losses: the search for the micro-batch size runs a single loss.
+    """
+    if args.has_auto_micro_batch and isinstance(loss, dict):
+        raise ConfigError(
+            "per_device_train_batch_size=auto with a dictionary of losses: set "
+            "per_device_train_batch_size to a number"
+        )
+    loss = unwrap_matryoshka(loss)
+    has_no_bank = isinstance(loss, ContAccumLoss) and not loss.settings.bank_size
+    # A size of 1 is only temporary with "auto", and other devices may add their pairs.
+    may_have_more_pairs = args.is_gathered or args.has_auto_micro_batch
+    is_single_pair = args.per_device_train_batch_size == 1 and not may_have_more_pairs
+    for name, column_names in columns.items():
+        data = "the training data" if name is None else f"training set {name!r}"
+        if len(column_names) < 2:
+            raise ConfigError(
+                f"{data} has only the column {column_names[0]!r}: it needs a query and a positive"
+            )
+        if len(column_names) > 2:
+            continue
+        if args.distill:
+            raise ConfigError(
+                f"distill={args.distill} with no hard negatives in {data}: add hard negatives, or "
+                "drop distill"
+            )
+        if has_no_bank and is_single_pair:
+            raise ConfigError(
+                f"method={args.method} with per_device_train_batch_size=1 and no hard negatives in "
+                f"{data}: no query has a negative. Raise per_device_train_batch_size, or set "
+                "method=contaccum"
+            )
