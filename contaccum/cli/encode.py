@@ -26,9 +26,10 @@ def run(argv: Sequence[str]) -> int:
     from accelerate import PartialState
 
     from contaccum.data import RecordReport
+    from contaccum.data.corpus import read_texts, require_texts
     from contaccum.distributed import RANK_TIMEOUT
     from contaccum.retrieval import bm25
-    from contaccum.retrieval.encode import CorpusEncoder, read_texts, require_texts
+    from contaccum.retrieval.encode import CorpusEncoder
     from contaccum.retrieval.store import EmbeddingStore, check_folder, write_parquet
 
     # Input and output are checked before a model is loaded.

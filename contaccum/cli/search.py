@@ -25,10 +25,11 @@ def run(argv: Sequence[str]) -> int:
     args = _parse_arguments(argv)
     from contaccum.data import RecordReport
     from contaccum.data.beir import read_split_queries
+    from contaccum.data.corpus import read_texts
     from contaccum.evaluation.results import trec_lines
     from contaccum.retrieval import bm25
     from contaccum.retrieval import search as faiss_index
-    from contaccum.retrieval.encode import check_store_fits, encode_texts, read_texts
+    from contaccum.retrieval.encode import check_store_fits, encode_texts
     from contaccum.retrieval.store import EmbeddingStore
 
     store = EmbeddingStore.open(args.store)

@@ -28,6 +28,7 @@ import numpy as np
 
 from contaccum import __version__
 from contaccum.data.beir import BeirDataset, load_beir_folder, read_split_queries
+from contaccum.data.corpus import get_passage_texts
 from contaccum.data.near_duplicates import find_near_duplicates, group_queries
 from contaccum.data.records import Columns, parse_columns, read_records
 from contaccum.data.rows import OnBadRecord, RecordReport
@@ -102,7 +103,7 @@ from contaccum.files import (
 from contaccum.report.fit_page import build_fit_page
 from contaccum.retrieval.bm25 import fuse_runs
 from contaccum.retrieval.documents import StoreDocuments
-from contaccum.retrieval.encode import encode_texts, get_passage_texts
+from contaccum.retrieval.encode import encode_texts
 from contaccum.retrieval.store import EmbeddingStore
 from contaccum.settings import Settings, replace, to_yaml
 from contaccum.training.passage_store import STORE_FOLDER

@@ -26,15 +26,14 @@ from sentence_transformers import SentenceTransformer
 from torch import Tensor
 
 from contaccum.bank.full_softmax import DocumentBlock, multiply, without_tf32
+from contaccum.data.corpus import Corpus, get_passage_texts
 from contaccum.distributed import world_size
 from contaccum.encoders.settings import Kind
 from contaccum.errors import ConfigError, DataError, UserError, is_out_of_memory
 from contaccum.files import AnyPath, atomic_file, list_changes, read_json, write_json
 from contaccum.retrieval.encode import (
-    Corpus,
     Similarity,
     encode_texts,
-    get_passage_texts,
     get_similarity,
 )
 from contaccum.retrieval.store import EmbeddingStore
