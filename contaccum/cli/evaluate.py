@@ -40,7 +40,7 @@ def run(argv: Sequence[str]) -> int:
     """
     args = _parse_arguments(argv)
     from contaccum.data.near_duplicates import group_queries
-    from contaccum.encoders.loading import require_model
+    from contaccum.encoders.names import require_model
     from contaccum.encoders.settings import is_tied
     from contaccum.evaluation import beir, metrics, results
     from contaccum.evaluation.endpoint import endpoint_tables, evaluate_endpoint

@@ -36,7 +36,7 @@ from contaccum.data.split import CORPUS_FILE, TRAIN_FILE, Future, Split, read_sp
 from contaccum.defaults import DEFAULT_MODEL
 from contaccum.distributed import rank, world_size
 from contaccum.encoders.dual_encoder import DualEncoder
-from contaccum.encoders.loading import model_name, require_model
+from contaccum.encoders.names import model_name, require_model
 from contaccum.encoders.settings import get_tower
 from contaccum.errors import ConfigError, DataError, UserError, quoted
 from contaccum.evaluation.beir import load_data as load_beir
