@@ -5,8 +5,9 @@ from __future__ import annotations
 from collections.abc import Sequence
 from pathlib import Path
 
-from contaccum.cli.options import Parser, parse_bool, print_at_once
+from contaccum.cli.options import Parser, print_at_once
 from contaccum.defaults import DEFAULT_MODEL
+from contaccum.settings import parse_bool, read
 
 EXIT_CODE_NOT_BETTER = 1
 """Exit code if a verdict is not the one that ``--require`` demands."""
@@ -26,7 +27,6 @@ def run(argv: Sequence[str]) -> int:
 
     from contaccum.experiments.fit import fit
     from contaccum.experiments.verdict import BETTER
-    from contaccum.settings import read
 
     result = fit(
         args.data,

@@ -139,13 +139,6 @@ def print_at_once(line: str) -> None:
     print(line, flush=True)
 
 
-def parse_bool(text: str) -> bool:
-    """Return the value of an option that is true or false."""
-    if text.lower() not in ("true", "false"):
-        raise argparse.ArgumentTypeError(f"must be true or false, got {text!r}")
-    return text.lower() == "true"
-
-
 def parse_positive_int(text: str) -> int:
     """Return the value of an option that must be an integer of at least 1."""
     try:

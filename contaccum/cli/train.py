@@ -3,23 +3,11 @@
 from __future__ import annotations
 
 import logging
-import re
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import MISSING, fields
 
 from contaccum.cli.options import Parser
-from contaccum.settings import (
-    GROUPS,
-    Settings,
-    get_choices,
-    read,
-    replace,
-    require_complete,
-)
-
-_TYPE_NAMES = re.compile("bool|int|float|list|dict|str")
-_DEFAULTS_NOT_SHOWN = (None, False, "", MISSING)
+from contaccum.settings import Settings, add_options, read, replace, require_complete
 
 
 def run(argv: Sequence[str]) -> int:
@@ -55,20 +43,7 @@ def make_help_parser() -> Parser:
         "overrides an earlier one, and the command line overrides all configs.",
         usage="contaccum train [CONFIG.yaml ...] [--key value ...]",
     )
-    for group in GROUPS:
-        section = parser.add_argument_group((group.__doc__ or "").partition(".")[0])
-        for option in fields(group):
-            choices = get_choices(option.name)
-            type_name = _TYPE_NAMES.search(str(option.type))
-            metavar = None
-            if type_name is not None and not choices:
-                metavar = type_name.group().upper()
-            text = option.metadata["help"].replace("%", "%%")  # argparse formats it
-            # By identity, because 0 equals False.
-            is_shown = not any(option.default is value for value in _DEFAULTS_NOT_SHOWN)
-            if is_shown and "efault" not in text:
-                text += f" Default: {str(option.default).lower()}."
-            section.add_argument(f"--{option.name}", metavar=metavar, choices=choices, help=text)
+    add_options(parser)
     parser.epilog = (
         "All other arguments of sentence-transformers' and transformers' TrainingArguments can be "
         "used as well."
