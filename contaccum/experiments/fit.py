@@ -47,7 +47,6 @@ from contaccum.experiments.budget import (
     Budget,
     format_duration,
     measure_seconds_per_document,
-    parse_duration,
 )
 from contaccum.experiments.candidates import (
     BOTH_TOWERS,
@@ -65,8 +64,8 @@ from contaccum.experiments.proposed import (
     make_absolute,
     make_base_settings,
     propose_settings,
-    read_given,
 )
+from contaccum.experiments.request import parse_duration, read_given
 from contaccum.experiments.run import (
     IDENTITY_FILE,
     RESULT_FILE,
