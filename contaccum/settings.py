@@ -7,8 +7,8 @@ that a trainer reads, and `Settings` adds those of model and data. `TrainingSett
 `Settings` are immutable and checked when they are made, so whoever has one need not check it again.
 
 `read` parses YAML files and the command line, `to_yaml` writes a YAML file, and `replace` changes
-settings. This module imports neither torch nor transformers, so that the losses and `--help` can
-use it. What depends on a device, a package or the content of files is checked where it is used.
+settings. This module imports neither torch nor transformers, so that `--help` and refusals come at
+once. What depends on a device, a package or the content of files is checked where it is used.
 """
 
 from __future__ import annotations

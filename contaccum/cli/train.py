@@ -5,8 +5,15 @@ from __future__ import annotations
 import logging
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from pathlib import Path
 
-from contaccum.cli.options import Parser
+from contaccum.cli.options import Parser, is_first_process, print_at_once
+from contaccum.data.beir import resolve_beir_data
+from contaccum.data.corpus import require_texts
+from contaccum.data.dataset import parse_training_sets
+from contaccum.data.records import RecordSource, parse_columns
+from contaccum.encoders.names import require_model
+from contaccum.retrieval.store import EmbeddingStore
 from contaccum.settings import Settings, add_options, read, replace, require_complete
 
 
@@ -24,15 +31,39 @@ def run(argv: Sequence[str]) -> int:
 
 def _train(argv: Sequence[str]) -> int:
     """Train and save the model, and return exit code 0."""
-    from contaccum.training.trainer import train_and_save
-
     settings = replace(Settings(), **read(argv))
     require_complete(settings)
+    print_at_once(f"training {settings.model} by {settings.method}")
+    if is_first_process():
+        _require_files(settings)
+    from contaccum.training.trainer import train_and_save
+
     args = train_and_save(settings)
     if args.process_index == 0:
         folder = args.output_dir
         print(f"saved {folder}; score it with: contaccum evaluate {folder} --data DIR")
     return 0
+
+
+def _require_files(settings: Settings) -> None:
+    """Refuse models and data that the training would refuse, before torch is imported."""
+    for model in (settings.model, settings.guide):
+        if model is not None:
+            require_model(model)
+    common = {
+        "data_format": settings.data_format,
+        "split": settings.split,
+        "columns": parse_columns(settings.data_columns),
+    }
+    for source in parse_training_sets(settings.train_data, common).values():
+        RecordSource(**source, needs_scores=settings.distill is not None)
+    if settings.eval_data is not None:
+        resolve_beir_data(settings.eval_data, settings.eval_split)
+    if settings.passage_store is not None:
+        EmbeddingStore.open(settings.passage_store)
+    for corpus in (settings.corpus, settings.second_stage):
+        if corpus is not None:
+            require_texts(Path(corpus))
 
 
 def make_help_parser() -> Parser:

@@ -21,6 +21,7 @@ def require_model(name: str) -> None:
     Raises:
         UserError: if there is no such folder, or the hub cannot be reached.
     """
+    name = os.path.expanduser(name)
     if os.path.isdir(name):
         return
     is_path = name.startswith((".", "/")) or name.count("/") > 1

@@ -50,7 +50,7 @@ from contaccum.experiments.run import (
     train,
 )
 from contaccum.experiments.verdict import SYSTEMS, ScoreColumns, SystemResult, search_test_set
-from contaccum.files import atomic_folder
+from contaccum.files import atomic_folder, require_exists
 from contaccum.retrieval.documents import StoreDocuments
 from contaccum.retrieval.store import EmbeddingStore
 from contaccum.settings import Settings, replace
@@ -104,8 +104,7 @@ class Pairs:
         for name, path in (("data", self.path), ("corpus", self.corpus)):
             description[name] = None
             if path is not None:
-                if not path.exists():
-                    raise ConfigError(f"{path}: cannot be read (no such file or folder)")
+                require_exists(path)
                 description[name] = hash_path(str(path), left_out=output)
         del description["path"]
         return description
