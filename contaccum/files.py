@@ -245,6 +245,18 @@ def require_writable(path: AnyPath) -> None:
         pass
 
 
+def require_exists(path: Path) -> None:
+    """Raise `ConfigError` for a file or folder that does not exist."""
+    if not path.exists():
+        raise ConfigError(f"{path}: cannot be read (no such file or folder)")
+
+
+def require_new_folder(folder: Path) -> None:
+    """Raise `ConfigError` for a folder that exists."""
+    if folder.exists():
+        raise ConfigError(f"{folder}: exists already; name a new folder")
+
+
 # Error numbers of a full disk, quota or file size, of a read-only disk, and of no permission.
 _WRITE_ERRORS = (
     errno.ENOSPC,

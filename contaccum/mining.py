@@ -24,7 +24,6 @@ from pathlib import Path
 from typing import Any, Literal
 
 import numpy as np
-import torch
 from tqdm.auto import tqdm
 
 from contaccum.data import Passage, RecordReport, load_beir_folder, read_passages
@@ -35,9 +34,6 @@ from contaccum.data.rows import Fault, OnBadRecord, parse_text
 from contaccum.errors import ConfigError, DataError, UserError, check_choice
 from contaccum.files import AnyPath, Fingerprint, require_writable, write_json, write_text
 from contaccum.retrieval import bm25
-from contaccum.retrieval.encode import encode_texts, get_similarity
-from contaccum.retrieval.exact_search import prepare_vectors
-from contaccum.retrieval.search import build_index, search
 
 SAMPLING = ("top", "random")
 CROSS_ENCODER_MARGIN = 3.0
@@ -439,6 +435,8 @@ def mine_hard_negatives(
     if model is None:
         rankings = _rank_by_bm25(data, depth, show_progress)
     else:
+        from contaccum.retrieval.encode import encode_texts, get_similarity
+
         metric = get_similarity(model, similarity)
         settings |= {"similarity": metric, "precision": precision}
         encode = partial(
@@ -458,13 +456,15 @@ def mine_hard_negatives(
         rows = rows[candidates]
         scores = scores[candidates]
         if cross_encoder is not None:
+            from torch.nn import Identity
+
             known = data.known[query]
             texts = [data.documents[row].passage for row in [*known, *rows]]
             # Logits, because a margin such as 3 has no meaning for scores between 0 and 1.
             logits = cross_encoder.predict(
                 [(data.queries[query], text) for text in texts],
                 batch_size=batch_size,
-                activation_fn=torch.nn.Identity(),
+                activation_fn=Identity(),
                 show_progress_bar=False,
             )
             known_scores, scores = np.split(logits, [len(known)])
@@ -488,6 +488,9 @@ def _rank_by_model(
 
     The scores are similarities of embeddings.
     """
+    from contaccum.retrieval.exact_search import prepare_vectors
+    from contaccum.retrieval.search import build_index, search
+
     texts = [document.passage for document in data.documents]
     passage_embeddings = encode(texts, "document")
     query_embeddings = prepare_vectors(encode(data.queries, "query"), metric, "query embedding")

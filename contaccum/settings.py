@@ -7,16 +7,18 @@ that a trainer reads, and `Settings` adds those of model and data. `TrainingSett
 `Settings` are immutable and checked when they are made, so whoever has one need not check it again.
 
 `read` parses YAML files and the command line, `to_yaml` writes a YAML file, and `replace` changes
-settings. This module imports neither torch nor transformers, so that the losses and `--help` can
-use it. What depends on a device, a package or the content of files is checked where it is used.
+settings. This module imports neither torch nor transformers, so that `--help` and refusals come at
+once. What depends on a device, a package or the content of files is checked where it is used.
 """
 
 from __future__ import annotations
 
 import argparse
+import ast
 import copy
 import dataclasses
 import functools
+import importlib.util
 import inspect
 import json
 import math
@@ -805,9 +807,8 @@ def replace(settings: AnySettings, **changes: Any) -> AnySettings:
     names = {setting.name for setting in fields(settings)}
     others = {}
     for name in changes.keys() - names:
-        names_of_transformers = get_names_of_transformers()
-        if name not in names_of_transformers:
-            suggestion = closest(name, names | names_of_transformers)
+        if name not in get_types_of_transformers():
+            suggestion = closest(name, names | get_types_of_transformers().keys())
             raise ConfigError(f"unknown setting {name!r}{suggestion}")
         others[name] = changes.pop(name)
     if others:
@@ -884,12 +885,24 @@ def get_default(setting: dataclasses.Field[Any]) -> Any:
 
 
 @functools.cache
-def get_names_of_transformers() -> frozenset[str]:
-    """Return the names of the arguments of transformers that have no field here."""
-    from sentence_transformers import SentenceTransformerTrainingArguments
+def get_types_of_transformers() -> dict[str, str]:
+    """Return {name: type as text} of the arguments of transformers that have no field here.
 
-    names = {argument.name for argument in fields(SentenceTransformerTrainingArguments)}
-    return frozenset(names - Settings.__dataclass_fields__.keys())
+    They are read from the source of the classes, because importing the classes takes ten seconds.
+    """
+    types = {}
+    for package, path in (
+        ("transformers", "training_args.py"),
+        ("sentence_transformers", "base/training_args.py"),
+    ):
+        spec = importlib.util.find_spec(package)
+        assert spec is not None and spec.origin is not None, f"{package} is not installed"
+        source = (Path(spec.origin).parent / path).read_text(encoding="utf-8")
+        for statement in ast.parse(source).body:
+            for line in statement.body if isinstance(statement, ast.ClassDef) else []:
+                if isinstance(line, ast.AnnAssign):
+                    types[ast.unparse(line.target)] = ast.unparse(line.annotation)
+    return {name: types[name] for name in types if name not in Settings.__dataclass_fields__}
 
 
 # Keywords of a class ------------------------------------------------------------------------------
@@ -949,6 +962,7 @@ def read(argv: Sequence[str], command_options: Collection[str] = ()) -> dict[str
 
     Later files override earlier ones, and the command line overrides all files. The values have the
     types of the fields: ``replace(Settings(), **read(argv))`` makes the settings and checks them.
+    transformers itself checks the choices of its other arguments, when the training starts.
 
     Args:
         command_options: names of the command's other options, one of which may be misspelt.
@@ -957,7 +971,11 @@ def read(argv: Sequence[str], command_options: Collection[str] = ()) -> dict[str
         ConfigError: for a file that cannot be read or allows remote code, an unknown key, or a
             value of another type.
     """
-    parser = _make_parser()
+    # Without defaults, the result has only what is given.
+    parser = _Parser(add_help=False, allow_abbrev=False, argument_default=argparse.SUPPRESS)
+    add_options(parser)
+    for name, annotation in get_types_of_transformers().items():
+        _add_option(parser, name, annotation)
     # Private: argparse has no other list. The options --no_NAME have no value, so 0 arguments.
     actions = {action.dest: action for action in parser._actions if action.nargs != 0}
     command_line = list(argv)
@@ -982,22 +1000,56 @@ def read(argv: Sequence[str], command_options: Collection[str] = ()) -> dict[str
     return given
 
 
-def _make_parser() -> argparse.ArgumentParser:
-    """Return transformers' parser of all settings; it reports only what is given."""
-    from sentence_transformers import SentenceTransformerTrainingArguments
-    from transformers import HfArgumentParser
+class _Parser(argparse.ArgumentParser):
+    def error(self, message: str) -> NoReturn:
+        raise ConfigError(f"{message}. `contaccum train --help` lists the options")
 
-    class Parser(HfArgumentParser):
-        def error(self, message: str) -> NoReturn:
-            raise ConfigError(f"{message}. `contaccum train --help` lists the options")
 
-    all_options = extend_arguments(SentenceTransformerTrainingArguments, Settings)
-    parser = Parser(all_options, prog="contaccum train", allow_abbrev=False)
-    for action in parser._actions:
-        action.default = argparse.SUPPRESS
-        if action.dest == "per_device_train_batch_size":
-            action.type = _parse_int_or_auto
-    return parser
+def add_options(parser: argparse.ArgumentParser) -> None:
+    """Add an option for each setting to a parser, in the order of `GROUPS`."""
+    for group in GROUPS:
+        section = parser.add_argument_group((group.__doc__ or "").partition(".")[0])
+        for setting in fields(group):
+            text = setting.metadata["help"].replace("%", "%%")  # argparse formats it
+            # By identity, because 0 equals False.
+            is_shown = not any(setting.default is value for value in _DEFAULTS_NOT_SHOWN)
+            if is_shown and "efault" not in text:
+                text += f" Default: {str(setting.default).lower()}."
+            _add_option(section, setting.name, str(setting.type), text)
+
+
+def _add_option(parser: Any, name: str, annotation: str, help_text: str | None = None) -> None:
+    """Add an option to a parser.
+
+    Args:
+        annotation: the type of the values, as it is written in the source.
+    """
+    types = annotation.split(" | ")
+    is_list = types[0].startswith("list[")
+    if is_list:
+        types = [types[0].removeprefix("list[").removesuffix("]")]
+    type_name = next((parsed for parsed in _PARSERS if parsed in types), "str")
+    keywords: dict[str, Any] = {"type": _PARSERS[type_name], "help": help_text}
+    if name == "per_device_train_batch_size":
+        keywords["type"] = _parse_int_or_auto
+    if choices := get_choices(name):
+        keywords["choices"] = choices
+    else:
+        keywords["metavar"] = type_name.upper()
+    if is_list:
+        keywords["nargs"] = "+"
+    if type_name == "bool":
+        keywords |= {"nargs": "?", "const": True}
+        no_option = {"dest": name, "action": "store_false", "help": argparse.SUPPRESS}
+        parser.add_argument(f"--no_{name}", **no_option)
+    parser.add_argument(f"--{name}", **keywords)
+
+
+def parse_bool(text: str) -> bool:
+    """Return the value of an option that is true or false."""
+    if text.lower() not in ("true", "false"):
+        raise argparse.ArgumentTypeError(f"must be true or false, got {text!r}")
+    return text.lower() == "true"
 
 
 def _parse_int_or_auto(text: str) -> int | str:
@@ -1007,6 +1059,11 @@ def _parse_int_or_auto(text: str) -> int | str:
         return int(text)
     except ValueError:
         raise argparse.ArgumentTypeError(f"must be a whole number or auto, got {text!r}") from None
+
+
+_PARSERS = {"bool": parse_bool, "int": int, "float": float, "str": str}
+"""{type: parser of its values}. Of several types of an option, the first one here is parsed."""
+_DEFAULTS_NOT_SHOWN = (None, False, "", dataclasses.MISSING)
 
 
 def _read_yaml(name: str, actions: Mapping[str, argparse.Action]) -> dict[str, Any]:

@@ -1,8 +1,7 @@
 """Settings: each is declared once, values are typed, and what cannot work is refused by name."""
 
 import inspect
-import subprocess
-import sys
+from argparse import ArgumentTypeError
 from dataclasses import asdict, fields
 from pathlib import Path
 from typing import Any, get_args
@@ -11,6 +10,7 @@ import numpy as np
 import pytest
 import yaml
 from sentence_transformers import SentenceTransformerTrainingArguments
+from transformers import HfArgumentParser
 
 from contaccum import BankedInfoNCE, CachedContAccumLoss, ContAccumLoss
 from contaccum.data import DATA_FORMATS
@@ -24,6 +24,7 @@ from contaccum.settings import (
     find,
     for_method,
     get_default,
+    get_types_of_transformers,
     read,
     replace,
     require_complete,
@@ -43,16 +44,35 @@ def make(**given: Any) -> Settings:
     return replace(Settings(), **given)
 
 
-def test_settings_can_be_read_without_torch():
-    code = "import sys, contaccum.settings; assert not {'torch', 'transformers'} & set(sys.modules)"
-    subprocess.run([sys.executable, "-c", code], check=True)
-
-
 def test_the_defaults_of_transformers_are_kept():
     theirs = SentenceTransformerTrainingArguments.__dataclass_fields__
     for setting in fields(TrainerSettings):
         if setting.name != "output_dir":
             assert get_default(setting) == theirs[setting.name].default, setting.name
+
+
+def test_the_arguments_of_transformers_are_read_from_its_source_with_their_types():
+    theirs = SentenceTransformerTrainingArguments.__dataclass_fields__.keys()
+    own = Settings.__dataclass_fields__.keys()
+    assert get_types_of_transformers().keys() == theirs - own
+    parser = HfArgumentParser(SentenceTransformerTrainingArguments)
+    compared = set()
+    for action in parser._actions:
+        # Texts of these types cannot be parsed by HfArgumentParser, or are a list there.
+        of_other_type = action.dest in ("liger_kernel_config", "parallelism_config", "debug")
+        if action.type is None or action.dest in own or action.choices or of_other_type:
+            continue
+        for text in ("7", "0.5", "true", "words"):
+            try:
+                expected = [action.type(text)] if action.nargs == "+" else action.type(text)
+            except (ValueError, ArgumentTypeError):
+                with pytest.raises(ConfigError, match=action.dest):
+                    read([f"--{action.dest}={text}"])
+            else:
+                [value] = read([f"--{action.dest}={text}"]).values()
+                assert (value, type(value)) == (expected, type(expected)), action.dest
+                compared.add(type(value))
+    assert compared == {bool, int, float, str, list}
 
 
 def test_the_formats_are_those_of_the_readers():
@@ -132,6 +152,8 @@ def test_a_written_config_says_that_it_needs_the_flag(tmp_path):
         ("pooling: max", [], "pooling must be one of"),
         ("bank_size: many", [], r"c\.yaml: bank_size cannot be 'many'"),
         ("per_device_train_batch_size: 8.5", [], "a whole number or auto"),
+        ("bf16: 2", [], "must be true or false"),
+        ("weight_decay: much", [], "--weight_decay"),
     ],
 )
 def test_text_that_cannot_be_read_is_refused(text, arguments, named, tmp_path):

@@ -1,9 +1,9 @@
 """The `contaccum` command, which runs one of its subcommands.
 
 Each subcommand is a module of this package with a function ``run(argv) -> int``, which returns the
-exit code. The module is imported when its command runs, so that `contaccum --help` is fast.
-Slow modules, such as torch, are imported inside of functions, so that `contaccum COMMAND --help` is
-fast as well.
+exit code. The module is imported when its command runs. Importing torch takes up to fifteen
+seconds, so it is imported inside of functions: after the options and files are checked, and after
+a line that says what the command does.
 
 Exit codes:
     0: success.

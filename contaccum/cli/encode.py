@@ -12,7 +12,18 @@ import time
 from collections.abc import Sequence
 from pathlib import Path
 
-from contaccum.cli.options import ENCODING_OPTIONS, Parser, load_model, parse_positive_int
+from contaccum.cli.options import (
+    ENCODING_OPTIONS,
+    Parser,
+    load_model,
+    parse_positive_int,
+    print_at_once,
+)
+from contaccum.data.corpus import read_texts, require_texts
+from contaccum.data.rows import RecordReport
+from contaccum.encoders.names import require_model
+from contaccum.retrieval import bm25
+from contaccum.retrieval.store import STORED, EmbeddingStore, check_folder, write_parquet
 
 
 def run(argv: Sequence[str]) -> int:
@@ -22,18 +33,16 @@ def run(argv: Sequence[str]) -> int:
         UserError: if the arguments, the corpus, the model or the output folder cannot be used.
     """
     args = _parse_arguments(argv)
+    print_at_once(f"encoding {args.corpus} with {args.model}")
+    require_model(args.model)
+    require_texts(args.corpus, args.on_bad_record, args.corpus_columns)
+    check_folder(args.output)
     import torch
     from accelerate import PartialState
 
-    from contaccum.data import RecordReport
     from contaccum.distributed import RANK_TIMEOUT
-    from contaccum.retrieval import bm25
-    from contaccum.retrieval.encode import CorpusEncoder, read_texts, require_texts
-    from contaccum.retrieval.store import EmbeddingStore, check_folder, write_parquet
+    from contaccum.retrieval.encode import CorpusEncoder
 
-    # Input and output are checked before a model is loaded.
-    require_texts(args.corpus, args.on_bad_record, args.corpus_columns)
-    check_folder(args.output)
     # Join the process group of torchrun or `accelerate launch`. Without --device, each rank on a
     # machine has a GPU of its own, or all ranks use the CPU. Without cpu=True on a machine without
     # accelerator, PartialState would report a single process for all ranks.
@@ -92,8 +101,6 @@ def run(argv: Sequence[str]) -> int:
 
 def _parse_arguments(argv: Sequence[str]) -> argparse.Namespace:
     """Parse the command line."""
-    from contaccum.retrieval.store import STORED
-
     parser = Parser(
         "encode",
         "Encode a corpus of any size into a memory-mapped store of embeddings.",

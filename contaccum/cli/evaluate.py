@@ -15,17 +15,20 @@ have the comparison of the server with MODEL.
 from __future__ import annotations
 
 import argparse
-import os
 from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from contaccum.cli.options import ENCODING_OPTIONS, Parser, load_model
+from contaccum.cli.options import ENCODING_OPTIONS, Parser, load_model, print_at_once
+from contaccum.data.near_duplicates import group_queries
 from contaccum.defaults import DEFAULT_K_VALUES
+from contaccum.encoders.names import require_model
 from contaccum.errors import ConfigError, DataError
+from contaccum.evaluation import beir, metrics, results
 from contaccum.files import require_writable, write_json, write_text
 
 if TYPE_CHECKING:
+    from contaccum.encoders.dual_encoder import DualEncoder
     from contaccum.encoders.settings import Kind
 
 
@@ -39,14 +42,6 @@ def run(argv: Sequence[str]) -> int:
         UserError: if the arguments, the data, the model or the run cannot be used.
     """
     args = _parse_arguments(argv)
-    from contaccum.data.near_duplicates import group_queries
-    from contaccum.encoders.loading import require_model
-    from contaccum.encoders.settings import is_tied
-    from contaccum.evaluation import beir, metrics, results
-    from contaccum.evaluation.endpoint import endpoint_tables, evaluate_endpoint
-
-    if args.model is not None:
-        require_model(os.path.expanduser(args.model))  # before data are read
     shown_metrics = metrics.check_metrics(args.metrics, args.k_values)
     main_metric = shown_metrics[0]
     sources = beir.evaluation_sets(args.data)
@@ -54,6 +49,9 @@ def run(argv: Sequence[str]) -> int:
         raise ConfigError(
             f"--run has the results of one data set, and --data names {len(sources)}: name one set"
         )
+    print_at_once(f"evaluating {args.model or args.run} on {', '.join(sources)}")
+    if args.model is not None:
+        require_model(args.model)
     files = dict.fromkeys(sources, args.output)
     if len(sources) > 1:
         for label in sources:
@@ -61,13 +59,6 @@ def run(argv: Sequence[str]) -> int:
     # Earlier results are read first, because this evaluation may replace their files.
     earlier_scores = {path: results.read_previous(path, main_metric) for path in args.baseline}
     model: Any = None
-    if args.model is not None:
-        model = load_model(args.model, args)
-        if args.endpoint and not args.query_endpoint and not is_tied(model):
-            raise ConfigError(
-                "this model has two towers, which need two servers: name the server of the "
-                "documents by --endpoint, and the server of the queries by --query_endpoint"
-            )
     urls: dict[Kind, str] = {
         "query": args.query_endpoint or args.endpoint,
         "document": args.endpoint,
@@ -99,6 +90,10 @@ def run(argv: Sequence[str]) -> int:
                     f"--baseline {path}: lacks scores of queries of {label}, or has others; "
                     "evaluate again"
                 )
+        if model is None and args.model is not None:
+            model = load_model(args.model, args)
+            if args.endpoint and not args.query_endpoint:
+                _require_one_tower(model)
         if len(sources) > 1 and not args.endpoint:
             record = beir.evaluate_once(model, dataset, files[label], **settings)
         else:
@@ -106,6 +101,8 @@ def run(argv: Sequence[str]) -> int:
                 trec_run = results.read_trec_run(args.run, args.on_bad_record)
                 result = beir.score_beir_run(dataset, trec_run, args.k_values, str(args.run))
             elif args.endpoint:
+                from contaccum.evaluation.endpoint import evaluate_endpoint
+
                 served_model = args.served_model or args.model
                 result = evaluate_endpoint(model, dataset, urls, served_model, **settings)
             else:
@@ -136,6 +133,8 @@ def run(argv: Sequence[str]) -> int:
     sections = [results.sets_table(rows, shown_metrics)]
     for label, record in records.items():
         if record.get("endpoint"):
+            from contaccum.evaluation.endpoint import endpoint_tables
+
             title = f"## {label}: the embedding server and the model"
             sections.append(f"{title}\n\n{endpoint_tables(record, shown_metrics)}")
     comparisons = []
@@ -164,10 +163,19 @@ def run(argv: Sequence[str]) -> int:
     return 0 if all(is_met for is_met, _ in requirements) else 1
 
 
+def _require_one_tower(model: DualEncoder) -> None:
+    """Raise `ConfigError` for a model that one embedding server cannot serve."""
+    from contaccum.encoders.settings import is_tied
+
+    if not is_tied(model):
+        raise ConfigError(
+            "this model has two towers, which need two servers: name the server of the "
+            "documents by --endpoint, and the server of the queries by --query_endpoint"
+        )
+
+
 def _parse_arguments(argv: Sequence[str]) -> argparse.Namespace:
     """Parse the command line, and refuse options that cannot be combined."""
-    from contaccum.evaluation.metrics import check_k_values
-
     parser = Parser(
         "evaluate",
         "Score a model or a run on BEIR data with FAISS.",
@@ -239,7 +247,7 @@ def _parse_arguments(argv: Sequence[str]) -> argparse.Namespace:
     )
     parser.add_argument("--split", help="split of the judgements; default: test, for msmarco dev")
     args = parser.parse(argv)
-    args.k_values = check_k_values(args.k_values)
+    args.k_values = metrics.check_k_values(args.k_values)
     if (args.model is None) == (args.run is None):
         raise ConfigError(
             "name either a MODEL to search with, or a --run to score; write MODEL before options "

@@ -6,7 +6,9 @@ import argparse
 from collections.abc import Sequence
 from pathlib import Path
 
-from contaccum.cli.options import Parser, load_model
+from contaccum.cli.options import Parser, load_model, print_at_once
+from contaccum.encoders.names import require_model
+from contaccum.files import require_new_folder
 
 
 def run(argv: Sequence[str]) -> int:
@@ -16,10 +18,11 @@ def run(argv: Sequence[str]) -> int:
         UserError: if the model cannot be loaded or exported, or the folder exists.
     """
     args = _parse_arguments(argv)
-    from contaccum.encoders.export import check_new_folder, export_model
+    print_at_once(f"exporting {args.model} to {args.folder}")
+    require_model(args.model)
+    require_new_folder(args.folder)
+    from contaccum.encoders.export import export_model
 
-    # The folder is checked before a large model is loaded.
-    check_new_folder(args.folder, args.dtype)
     model = load_model(args.model, args)
     record = export_model(
         model,

@@ -2,11 +2,19 @@
 
 from __future__ import annotations
 
+import argparse
 from collections.abc import Sequence
 from pathlib import Path
 
-from contaccum.cli.options import Parser, parse_bool, print_at_once
+from contaccum.cli.options import Parser, is_first_process, print_at_once
+from contaccum.data.beir import resolve_beir_data
+from contaccum.data.records import SPLIT_RECORD, RecordSource, parse_columns
+from contaccum.data.split import SplitSettings
 from contaccum.defaults import DEFAULT_MODEL
+from contaccum.encoders.names import require_model
+from contaccum.experiments.request import parse_duration, read_given
+from contaccum.files import require_exists
+from contaccum.settings import parse_bool, read
 
 EXIT_CODE_NOT_BETTER = 1
 """Exit code if a verdict is not the one that ``--require`` demands."""
@@ -23,10 +31,14 @@ def run(argv: Sequence[str]) -> int:
     """
     parser = _make_parser()
     args, training_arguments = parser.parse_known_args(argv)
-
+    settings = read(training_arguments, parser.option_names)
+    read_given(settings)
+    parse_duration(args.budget)
+    print_at_once(f"fitting {' '.join(args.model)} to {args.data} in {args.budget}")
+    if is_first_process():
+        _require_files(args)
     from contaccum.experiments.fit import fit
     from contaccum.experiments.verdict import BETTER
-    from contaccum.settings import read
 
     result = fit(
         args.data,
@@ -45,12 +57,28 @@ def run(argv: Sequence[str]) -> int:
         bm25=args.bm25,
         guard=args.guard,
         print_line=print_at_once,
-        **read(training_arguments, parser.option_names),
+        **settings,
     )
     words = {verdict.word for verdict in result.verdicts.values()}
     if args.require is not None and words != {BETTER}:
         return EXIT_CODE_NOT_BETTER
     return 0
+
+
+def _require_files(args: argparse.Namespace) -> None:
+    """Refuse data and a model that `fit` would refuse, before torch is imported."""
+    SplitSettings(args.dev, args.test, future=args.future)
+    parse_columns(args.corpus_columns, "corpus_columns")
+    data = Path(args.data).expanduser()
+    for path in (data, args.corpus):
+        if path is not None:
+            require_exists(path.expanduser())
+    if not (data / SPLIT_RECORD).is_file():
+        RecordSource(data, args.data_format, columns=args.data_columns, min_score=args.min_score)
+    for name in args.guard or []:
+        resolve_beir_data(name)
+    if len(args.model) == 1:  # of several, one that cannot be loaded is left out
+        require_model(args.model[0])
 
 
 def _make_parser() -> Parser:

@@ -8,7 +8,10 @@ from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
-from contaccum.cli.options import ENCODING_OPTIONS, Parser, load_model
+from contaccum import mining
+from contaccum.cli.options import ENCODING_OPTIONS, Parser, load_model, print_at_once
+from contaccum.data.dataset import parse_training_sets
+from contaccum.encoders.names import require_model
 from contaccum.errors import ConfigError
 from contaccum.files import provenance
 
@@ -20,20 +23,20 @@ def run(argv: Sequence[str]) -> int:
         UserError: if the arguments, the data or the models cannot be used. No file is written.
     """
     args = _parse_arguments(argv)
-    from contaccum import mining
-    from contaccum.data import parse_training_sets
-    from contaccum.retrieval.encode import model_fingerprint, tokenisation_fingerprint
-
     rules = {rule.name: getattr(args, rule.name) for rule in fields(mining.SelectionRules)}
     mining.SelectionRules(**rules)  # refuses wrong rules before anything is loaded
+    print_at_once(f"mining hard negatives for {args.data} with {args.model or 'BM25'}")
     mining.check_output(args.output)
+    for name in (args.model, args.cross_encoder):
+        if name is not None:
+            require_model(name)
     defaults = {"data_format": args.data_format, "split": args.split, "columns": args.data_columns}
     # A list with one set, because --data names a single set.
     [source] = parse_training_sets([args.data], defaults).values()
     settings: dict[str, Any] = {"on_bad_record": args.on_bad_record, **source}
     settings["corpus_columns"] = args.corpus_columns
     data = mining.load_mining_data(settings.pop("path"), args.corpus, **settings)
-    print(data.record["records"], flush=True)
+    print_at_once(data.record["records"])
     model = None
     if args.model is not None:
         model = load_model(args.model, args)
@@ -52,15 +55,18 @@ def run(argv: Sequence[str]) -> int:
         show_progress=not args.no_progress,
         **rules,
     )
-    record = {
-        "model": {"name": args.model, "fingerprint": model_fingerprint(model)},
-        "tokenisation": tokenisation_fingerprint(model),
-        "cross_encoder": {
-            "name": args.cross_encoder,
-            "fingerprint": model_fingerprint(cross_encoder),
-        },
+    record: dict[str, Any] = {
+        "model": {"name": args.model, "fingerprint": None},
+        "tokenisation": None,
+        "cross_encoder": {"name": args.cross_encoder, "fingerprint": None},
         **provenance(),
     }
+    if model is not None or cross_encoder is not None:
+        from contaccum.retrieval.encode import model_fingerprint, tokenisation_fingerprint
+
+        record["model"]["fingerprint"] = model_fingerprint(model)
+        record["tokenisation"] = tokenisation_fingerprint(model)
+        record["cross_encoder"]["fingerprint"] = model_fingerprint(cross_encoder)
     written_files = mining.write_mined(mined, args.output, record)
     num_incomplete = mined.record()["queries_with_too_few"]
     num_queries = data.record["queries"]
@@ -74,8 +80,6 @@ def run(argv: Sequence[str]) -> int:
 
 def _parse_arguments(argv: Sequence[str]) -> argparse.Namespace:
     """Parse the command line, and check that a MODEL is named if it is needed."""
-    from contaccum.mining import SelectionRules
-
     parser = Parser(
         "mine",
         "Mine hard negatives for training data: passages that score high for a query and are not "
@@ -124,7 +128,7 @@ def _parse_arguments(argv: Sequence[str]) -> argparse.Namespace:
         default="dense",
         help="search with the MODEL or with BM25; default: %(default)s",
     )
-    for rule in fields(SelectionRules):
+    for rule in fields(mining.SelectionRules):
         parser.add_argument(f"--{rule.name}", default=rule.default, **rule.metadata)
     args = parser.parse(argv)
     if args.method == "dense" and args.model is None:

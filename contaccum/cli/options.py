@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import os
 from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
@@ -134,16 +135,18 @@ class Parser(argparse.ArgumentParser):
         return args
 
 
+def is_first_process() -> bool:
+    """Return True in the first process of a distributed run, before torch is imported."""
+    return os.environ.get("RANK", "0") == "0"
+
+
 def print_at_once(line: str) -> None:
-    """Print a line at once, so that a log file shows the progress of a long run."""
-    print(line, flush=True)
+    """Print a line at once, so that a log file shows the progress of a long run.
 
-
-def parse_bool(text: str) -> bool:
-    """Return the value of an option that is true or false."""
-    if text.lower() not in ("true", "false"):
-        raise argparse.ArgumentTypeError(f"must be true or false, got {text!r}")
-    return text.lower() == "true"
+    Each command prints what it does before it imports torch, which takes up to fifteen seconds.
+    """
+    if is_first_process():
+        print(line, flush=True)
 
 
 def parse_positive_int(text: str) -> int:

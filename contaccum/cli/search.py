@@ -11,9 +11,22 @@ import time
 from collections.abc import Sequence
 from pathlib import Path
 
-from contaccum.cli.options import ENCODING_OPTIONS, Parser, load_model, parse_positive_int
+from contaccum.cli.options import (
+    ENCODING_OPTIONS,
+    Parser,
+    load_model,
+    parse_positive_int,
+    print_at_once,
+)
+from contaccum.data.beir import read_split_queries
+from contaccum.data.corpus import read_texts
+from contaccum.data.rows import RecordReport
+from contaccum.encoders.names import require_model
 from contaccum.errors import ConfigError, DataError
+from contaccum.evaluation.results import trec_lines
 from contaccum.files import provenance, require_writable, write_json, write_text
+from contaccum.retrieval import bm25
+from contaccum.retrieval.store import EmbeddingStore
 
 
 def run(argv: Sequence[str]) -> int:
@@ -23,14 +36,8 @@ def run(argv: Sequence[str]) -> int:
         UserError: if the arguments, the queries, the model, the store or the index cannot be used.
     """
     args = _parse_arguments(argv)
-    from contaccum.data import RecordReport
-    from contaccum.data.beir import read_split_queries
-    from contaccum.evaluation.results import trec_lines
-    from contaccum.retrieval import bm25
-    from contaccum.retrieval import search as faiss_index
-    from contaccum.retrieval.encode import check_store_fits, encode_texts, read_texts
-    from contaccum.retrieval.store import EmbeddingStore
-
+    print_at_once(f"searching {args.store} with {args.model} for {args.queries}")
+    require_model(args.model)
     store = EmbeddingStore.open(args.store)
     index_settings = {
         "factory": args.index,
@@ -42,8 +49,6 @@ def run(argv: Sequence[str]) -> int:
     if args.bm25_weight > 0:
         bm25_index = bm25.open_index(store)
         depth = max(args.top_k, bm25.FUSION_DEPTH)
-    # Index settings and outputs are checked before the queries are encoded.
-    faiss_index.check_factory(dimension=store.shape[1], n=len(store), **index_settings)
     require_writable(args.output)
     if args.index_file is not None and not args.index_file.exists():
         require_writable(args.index_file)
@@ -54,9 +59,13 @@ def run(argv: Sequence[str]) -> int:
     else:
         records = read_texts(args.queries, "query", report)
         texts = {query.id: query.passage for query in records}
-    print(report.summary())
+    print_at_once(report.summary())
     if not texts:
         raise DataError(f"{args.queries}: has no query (correct the file, or name another one)")
+    from contaccum.retrieval import search as faiss_index
+    from contaccum.retrieval.encode import check_store_fits, encode_texts
+
+    faiss_index.check_factory(dimension=store.shape[1], n=len(store), **index_settings)
     model = load_model(args.model, args)
     check_store_fits(model, store)
     queries = encode_texts(

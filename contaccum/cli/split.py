@@ -7,6 +7,10 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from contaccum.cli.options import Parser
+from contaccum.data.dataset import parse_training_sets
+from contaccum.data.records import RecordSource
+from contaccum.data.rows import RecordReport
+from contaccum.data.split import SplitSettings, split_data
 
 
 def run(argv: Sequence[str]) -> int:
@@ -16,11 +20,6 @@ def run(argv: Sequence[str]) -> int:
         UserError: if the arguments or the data cannot be used. Nothing is written then.
     """
     args = _parse_arguments(argv)
-    from contaccum.data.dataset import parse_training_sets
-    from contaccum.data.records import RecordSource
-    from contaccum.data.rows import RecordReport
-    from contaccum.data.split import SplitSettings, split_data
-
     settings = SplitSettings(args.dev, args.test, args.documents, args.seed, args.fold, args.future)
     defaults = {"data_format": args.data_format, "split": args.split, "columns": args.data_columns}
     [source_settings] = parse_training_sets([args.data], defaults).values()
@@ -52,8 +51,6 @@ def run(argv: Sequence[str]) -> int:
 
 def _parse_arguments(argv: Sequence[str]) -> argparse.Namespace:
     """Parse the command line."""
-    from contaccum.data.split import SplitSettings
-
     defaults = SplitSettings()
     parser = Parser(
         "split",

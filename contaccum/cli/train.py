@@ -3,23 +3,18 @@
 from __future__ import annotations
 
 import logging
-import re
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import MISSING, fields
+from pathlib import Path
 
-from contaccum.cli.options import Parser
-from contaccum.settings import (
-    GROUPS,
-    Settings,
-    get_choices,
-    read,
-    replace,
-    require_complete,
-)
-
-_TYPE_NAMES = re.compile("bool|int|float|list|dict|str")
-_DEFAULTS_NOT_SHOWN = (None, False, "", MISSING)
+from contaccum.cli.options import Parser, is_first_process, print_at_once
+from contaccum.data.beir import resolve_beir_data
+from contaccum.data.corpus import require_texts
+from contaccum.data.dataset import parse_training_sets
+from contaccum.data.records import RecordSource, parse_columns
+from contaccum.encoders.names import require_model
+from contaccum.retrieval.store import EmbeddingStore
+from contaccum.settings import Settings, add_options, read, replace, require_complete
 
 
 def run(argv: Sequence[str]) -> int:
@@ -36,15 +31,39 @@ def run(argv: Sequence[str]) -> int:
 
 def _train(argv: Sequence[str]) -> int:
     """Train and save the model, and return exit code 0."""
-    from contaccum.training.trainer import train_and_save
-
     settings = replace(Settings(), **read(argv))
     require_complete(settings)
+    print_at_once(f"training {settings.model} by {settings.method}")
+    if is_first_process():
+        _require_files(settings)
+    from contaccum.training.trainer import train_and_save
+
     args = train_and_save(settings)
     if args.process_index == 0:
         folder = args.output_dir
         print(f"saved {folder}; score it with: contaccum evaluate {folder} --data DIR")
     return 0
+
+
+def _require_files(settings: Settings) -> None:
+    """Refuse models and data that the training would refuse, before torch is imported."""
+    for model in (settings.model, settings.guide):
+        if model is not None:
+            require_model(model)
+    common = {
+        "data_format": settings.data_format,
+        "split": settings.split,
+        "columns": parse_columns(settings.data_columns),
+    }
+    for source in parse_training_sets(settings.train_data, common).values():
+        RecordSource(**source, needs_scores=settings.distill is not None)
+    if settings.eval_data is not None:
+        resolve_beir_data(settings.eval_data, settings.eval_split)
+    if settings.passage_store is not None:
+        EmbeddingStore.open(settings.passage_store)
+    for corpus in (settings.corpus, settings.second_stage):
+        if corpus is not None:
+            require_texts(Path(corpus))
 
 
 def make_help_parser() -> Parser:
@@ -55,20 +74,7 @@ def make_help_parser() -> Parser:
         "overrides an earlier one, and the command line overrides all configs.",
         usage="contaccum train [CONFIG.yaml ...] [--key value ...]",
     )
-    for group in GROUPS:
-        section = parser.add_argument_group((group.__doc__ or "").partition(".")[0])
-        for option in fields(group):
-            choices = get_choices(option.name)
-            type_name = _TYPE_NAMES.search(str(option.type))
-            metavar = None
-            if type_name is not None and not choices:
-                metavar = type_name.group().upper()
-            text = option.metadata["help"].replace("%", "%%")  # argparse formats it
-            # By identity, because 0 equals False.
-            is_shown = not any(option.default is value for value in _DEFAULTS_NOT_SHOWN)
-            if is_shown and "efault" not in text:
-                text += f" Default: {str(option.default).lower()}."
-            section.add_argument(f"--{option.name}", metavar=metavar, choices=choices, help=text)
+    add_options(parser)
     parser.epilog = (
         "All other arguments of sentence-transformers' and transformers' TrainingArguments can be "
         "used as well."

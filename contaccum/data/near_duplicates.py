@@ -30,14 +30,16 @@ import math
 import re
 import unicodedata
 from collections.abc import Callable, Iterable, Sequence
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
-from scipy.cluster.hierarchy import DisjointSet
 from tqdm import tqdm
 
 from contaccum.data.beir import BeirDataset, get_positives
 from contaccum.data.records import Passage, Record
+
+if TYPE_CHECKING:
+    from scipy.cluster.hierarchy import DisjointSet
 
 LEAST_OVERLAP = 0.7
 """Least Jaccard similarity of near-duplicates."""
@@ -408,6 +410,8 @@ def group_records(
             for positive in passages_like_queries.intersection(record.positives):
                 passage = text_numbers.setdefault(normalise(positive), len(text_numbers))
                 links.append((text_numbers[normalise(record.query)], passage))
+
+    from scipy.cluster.hierarchy import DisjointSet  # slow, and not needed for --help
 
     groups = DisjointSet(range(len(text_numbers)))
     for query, passage in links:

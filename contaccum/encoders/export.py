@@ -37,6 +37,7 @@ from contaccum.files import (
     atomic_folder,
     provenance,
     read_json,
+    require_new_folder,
     write_json,
     write_text,
 )
@@ -101,7 +102,8 @@ def export_model(
             then.
     """
     folder = Path(folder)
-    check_new_folder(folder, dtype)
+    check_choice("dtype", dtype, DTYPES)
+    require_new_folder(folder)
     plain_models = make_plain_models(model)
     for subfolder, plain_model in plain_models.items():
         for task in _TASKS[subfolder]:
@@ -159,13 +161,6 @@ def export_model(
         }
         write_json(new_folder / RECORD_FILE, record)
     return record
-
-
-def check_new_folder(folder: Path, dtype: str) -> None:
-    """Raise `ConfigError` for a folder or a dtype that `export_model` refuses."""
-    check_choice("dtype", dtype, DTYPES)
-    if folder.exists():
-        raise ConfigError(f"{folder}: exists already; name a new folder")
 
 
 def make_plain_models(model: SentenceTransformer) -> dict[str, SentenceTransformer]:

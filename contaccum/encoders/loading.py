@@ -9,7 +9,6 @@ from __future__ import annotations
 import copy
 import os
 import pickle
-import re
 import shutil
 import sys
 import tempfile
@@ -19,8 +18,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 import torch
-from huggingface_hub import HfApi, try_to_load_from_cache
-from huggingface_hub.errors import RepositoryNotFoundError, StrictDataclassError
+from huggingface_hub.errors import StrictDataclassError
 from safetensors import SafetensorError
 from sentence_transformers.sentence_transformer.modules import Transformer
 from sentence_transformers.util import (
@@ -34,14 +32,12 @@ from transformers import AutoModel, AutoTokenizer, PretrainedConfig, PreTrainedT
 from transformers.dynamic_module_utils import get_relative_import_files
 
 from contaccum.encoders import adapters
+from contaccum.encoders.names import list_repositories, require_model
 from contaccum.errors import ConfigError, UserError
 from contaccum.files import AnyPath, read_json, write_json
 
 PoolingMode = Literal["cls", "mean", "lasttoken"]
 """The first token's state as the embedding of a text, the mean of all, or the last token's."""
-
-_ORGANISATION = "sentence-transformers"
-"""sentence-transformers looks for a name without an organisation in its own one, too."""
 
 _LIBRARY_PREFIX = "sentence_transformers."
 _DYNAMIC_PREFIX = "transformers_modules."
@@ -121,52 +117,6 @@ def loading(name: AnyPath, trust_remote_code: bool = False) -> Iterator[str]:
         raise UserError(f"{path}: not a model that can be loaded ({error})") from error
 
 
-def require_model(name: str) -> None:
-    """Check that a name is a model folder or the name of a model on the hub.
-
-    sentence-transformers sends many requests to the hub, and waits for more than a minute if the
-    hub cannot be reached. This function sends one request, and waits five seconds.
-
-    Raises:
-        UserError: if there is no such folder, or the hub cannot be reached.
-    """
-    if os.path.isdir(name):
-        return
-    is_path = name.startswith((".", "/")) or name.count("/") > 1
-    if is_path or os.path.exists(name):
-        raise UserError(f"{name}: no such model folder")
-    try:
-        for repository in _list_repositories(name):
-            # A model with two towers has no config.json, and an adapter has adapter_config.json.
-            for file in ("modules.json", "config.json", "adapter_config.json"):
-                # The result is a path, None, or an object that says that the hub has no such file.
-                if isinstance(try_to_load_from_cache(repository, file), str):
-                    return
-        HfApi().model_info(name, timeout=5)
-    except RepositoryNotFoundError:
-        # sentence-transformers tries further names, and its error message lists them.
-        return
-    except Exception as error:
-        # Without a network, the type of the error depends on the HTTP client of the hub.
-        raise UserError(
-            f"{name}: there is no such folder, and the model hub gave no answer ({error})"
-        ) from error
-
-
-def model_name(model: str) -> str:
-    """Return the last part of a model's path; of "runs/mine/checkpoint-40" the last two parts."""
-    path = Path(model)
-    is_common_name = path.name == "model" or re.fullmatch(r"checkpoint-\d+", path.name)
-    if is_common_name and path.parent.name:
-        return f"{path.parent.name}/{path.name}"
-    return path.name
-
-
-def _list_repositories(name: str) -> list[str]:
-    """Return the repositories of the hub that a name can mean."""
-    return [name] if "/" in name else [name, f"{_ORGANISATION}/{name}"]
-
-
 def is_sentence_transformer(name: str) -> bool:
     """Return whether a folder or a hub name holds a SentenceTransformer, and not a backbone.
 
@@ -175,7 +125,7 @@ def is_sentence_transformer(name: str) -> bool:
     """
     if os.path.isdir(name):
         return is_sentence_transformer_model(name)
-    for repository in _list_repositories(name):
+    for repository in list_repositories(name):
         with suppress(Exception):
             if is_sentence_transformer_model(repository):
                 return True

@@ -20,13 +20,14 @@ from tqdm import trange
 from urllib3.util import Retry
 
 from contaccum.data import BeirDataset
+from contaccum.data.corpus import get_passage_texts
 from contaccum.encoders.export import compute_cosines
 from contaccum.encoders.settings import Kind, get_prompt
 from contaccum.errors import ConfigError, UserError, quoted
 from contaccum.evaluation.beir import evaluate_beir
 from contaccum.evaluation.results import EvaluationResult, markdown_table
 from contaccum.redaction import redact
-from contaccum.retrieval.encode import encode_texts, get_passage_texts
+from contaccum.retrieval.encode import encode_texts
 
 KEY_VARIABLE = "CONTACCUM_ENDPOINT_KEY"
 """Environment variable with the server's key, which is sent as a bearer token."""

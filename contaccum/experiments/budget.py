@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 import time
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
@@ -11,7 +10,6 @@ from pathlib import Path
 
 from contaccum.distributed import broadcast, rank
 from contaccum.encoders.dual_encoder import DualEncoder
-from contaccum.errors import ConfigError
 from contaccum.files import read_json, write_json
 from contaccum.retrieval.encode import encode_texts
 
@@ -20,28 +18,6 @@ USED_TIME_FILE = "used_time.json"
 
 _NUM_MEASURED_DOCUMENTS = 64  # documents on which the time of encoding is measured
 _WARM_UP_DOCUMENTS = 4
-_UNIT_SECONDS = {"h": 3600, "m": 60, "s": 1}
-
-
-def parse_duration(text: str | float) -> float:
-    """Return the seconds of "90s", "30m", "2h" or "1h30m"; a number is a number of seconds.
-
-    Raises:
-        ConfigError: for any other text, and for a duration of 0.
-    """
-    if not isinstance(text, str):
-        text = f"{text}s"
-    parts = re.fullmatch(r"(?:([0-9.]+)h)?(?:([0-9.]+)m)?(?:([0-9.]+)s)?", text.strip().lower())
-    seconds = 0.0
-    if parts is not None:
-        try:
-            for number, unit_seconds in zip(parts.groups(), _UNIT_SECONDS.values(), strict=True):
-                seconds += float(number or 0) * unit_seconds
-        except ValueError:  # such as 1.2.3
-            seconds = 0.0
-    if seconds <= 0:
-        raise ConfigError(f"budget={text}: write a time such as 90s, 30m, 2h or 1h30m")
-    return seconds
 
 
 def format_duration(seconds: float) -> str:

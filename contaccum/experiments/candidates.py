@@ -37,7 +37,7 @@ from contaccum.data.rows import RecordReport
 from contaccum.data.split import CORPUS_FILE, TRAIN_FILE, Split, write_part
 from contaccum.encoders.dual_encoder import DualEncoder
 from contaccum.encoders.linear_map import append_linear_map, solve_linear_map
-from contaccum.encoders.loading import model_name
+from contaccum.encoders.names import model_name
 from contaccum.evaluation.evaluator import RetrievalEvaluator
 from contaccum.evaluation.results import Run
 from contaccum.experiments.proposed import explain_no_query_side, make_settings

@@ -27,6 +27,7 @@ import numpy as np
 
 from contaccum import __version__
 from contaccum.data.beir import BeirDataset, load_beir_folder, read_split_queries
+from contaccum.data.corpus import get_passage_texts
 from contaccum.data.near_duplicates import find_near_duplicates, group_queries
 from contaccum.data.records import Columns, parse_columns, read_records
 from contaccum.data.rows import OnBadRecord, RecordReport
@@ -34,7 +35,7 @@ from contaccum.data.split import CORPUS_FILE, TRAIN_FILE, Future, Split, read_sp
 from contaccum.defaults import DEFAULT_MODEL
 from contaccum.distributed import rank, world_size
 from contaccum.encoders.dual_encoder import DualEncoder
-from contaccum.encoders.loading import model_name, require_model
+from contaccum.encoders.names import model_name, require_model
 from contaccum.encoders.settings import get_tower
 from contaccum.errors import ConfigError, DataError, UserError, quoted
 from contaccum.evaluation.beir import load_data as load_beir
@@ -45,7 +46,6 @@ from contaccum.experiments.budget import (
     Budget,
     format_duration,
     measure_seconds_per_document,
-    parse_duration,
 )
 from contaccum.experiments.candidates import (
     BOTH_TOWERS,
@@ -71,8 +71,8 @@ from contaccum.experiments.proposed import (
     make_absolute,
     make_base_settings,
     propose_settings,
-    read_given,
 )
+from contaccum.experiments.request import parse_duration, read_given
 from contaccum.experiments.run import (
     IDENTITY_FILE,
     RESULT_FILE,
@@ -103,7 +103,7 @@ from contaccum.files import (
 from contaccum.report.fit_page import build_fit_page
 from contaccum.retrieval.bm25 import fuse_runs
 from contaccum.retrieval.documents import StoreDocuments
-from contaccum.retrieval.encode import encode_texts, get_passage_texts
+from contaccum.retrieval.encode import encode_texts
 from contaccum.retrieval.store import EmbeddingStore
 from contaccum.settings import Settings, replace, to_yaml
 from contaccum.training.passage_store import STORE_FOLDER

@@ -46,7 +46,7 @@ from contaccum.experiments.run import (
     once,
     train,
 )
-from contaccum.files import atomic_folder
+from contaccum.files import atomic_folder, require_exists
 from contaccum.retrieval.documents import StoreDocuments
 from contaccum.retrieval.store import EmbeddingStore
 from contaccum.settings import Settings, replace
@@ -100,8 +100,7 @@ class Pairs:
         for name, path in (("data", self.path), ("corpus", self.corpus)):
             description[name] = None
             if path is not None:
-                if not path.exists():
-                    raise ConfigError(f"{path}: cannot be read (no such file or folder)")
+                require_exists(path)
                 description[name] = hash_path(str(path), left_out=output)
         del description["path"]
         return description

@@ -12,7 +12,6 @@ from contaccum.distributed import world_size
 from contaccum.encoders.loading import is_sentence_transformer
 from contaccum.errors import ConfigError
 from contaccum.experiments.run import start_ranks
-from contaccum.redaction import refuse_credentials
 from contaccum.settings import (
     WITH_BANK,
     WITH_QUERY_BANK,
@@ -27,29 +26,6 @@ from contaccum.training.proposal import MAX_PAIRS_PER_UPDATE, MICRO_BATCH, propo
 from contaccum.training.setup import MAX_QUERY_SIDE_MICRO_BATCH
 
 _QUERY_SIDE_BATCH_UNIT = 8  # the batch of a process is a multiple, so micro-batches are not tiny
-
-
-def read_given(settings: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the settings that the user gave, without those that are None.
-
-    Raises:
-        ConfigError: for a setting that `contaccum fit` decides itself, or a credential.
-    """
-    given = {}
-    for name, value in settings.items():
-        if isinstance(value, tuple):
-            value = list(value)
-        if isinstance(value, os.PathLike):
-            value = os.fspath(value)
-        if value is not None:
-            given[name] = value
-    refused = sorted(find("set_by_fit").keys() & given.keys())
-    if refused:
-        raise ConfigError(f"{refused[0]} is not an option of contaccum fit: drop it")
-    refuse_credentials(given)
-    if "total_train_batch_size" in given:
-        given.pop("gradient_accumulation_steps", None)  # it follows from the pairs per update
-    return given
 
 
 def check_given(model: str, given: Mapping[str, Any]) -> ContAccumTrainingArguments:

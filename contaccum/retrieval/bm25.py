@@ -11,10 +11,10 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
+from contaccum.data.corpus import Corpus, get_passage_texts
 from contaccum.data.rows import passage_text
 from contaccum.errors import DataError
 from contaccum.files import atomic_folder
-from contaccum.retrieval.encode import Corpus, get_passage_texts
 from contaccum.retrieval.store import BM25_FOLDER, EmbeddingStore, read_shards
 
 if TYPE_CHECKING:

@@ -21,15 +21,14 @@ import numpy as np
 import torch
 from sentence_transformers import SentenceTransformer
 
+from contaccum.data.corpus import Corpus, get_passage_texts
 from contaccum.distributed import world_size
 from contaccum.encoders.settings import Kind
 from contaccum.errors import ConfigError, DataError, is_out_of_memory
 from contaccum.files import AnyPath, atomic_file, list_changes, read_json, write_json
 from contaccum.retrieval.encode import (
-    Corpus,
     Similarity,
     encode_texts,
-    get_passage_texts,
     get_similarity,
 )
 from contaccum.retrieval.exact_search import (

@@ -26,7 +26,6 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
-import torch
 
 from contaccum import files
 from contaccum.data.rows import passage_text
@@ -203,6 +202,8 @@ class EmbeddingStore:
         allow a process 1,024 open files or fewer; numpy keeps the file of a map open, torch does
         not.
         """
+        import torch
+
         array = self._map_array(shard_number, EMBEDDINGS_FILE, self.shape[1:], self.dtype)
         start = array.offset // array.itemsize  # after the header of the file
         dtype = getattr(torch, self.dtype)

@@ -16,7 +16,7 @@ from sentence_transformers import SentenceTransformerTrainingArguments
 from transformers.integrations import get_available_reporting_integrations
 from transformers.trainer_utils import SaveStrategy
 
-from contaccum.errors import ConfigError
+from contaccum.errors import ConfigError, check_choice
 from contaccum.evaluation.metrics import check_metric
 from contaccum.redaction import redact
 from contaccum.settings import (
@@ -99,6 +99,8 @@ class ContAccumTrainingArguments(_Arguments):
         for name, value in to_dict(settings).items():
             if name in cls.__dataclass_fields__:
                 arguments[name] = value
+                if choices := cls.__dataclass_fields__[name].metadata.get("choices"):
+                    check_choice(name, value, choices)
         if settings.metric_for_best_model not in (None, "loss"):
             metric = check_metric(str(settings.metric_for_best_model))
             arguments["metric_for_best_model"] = f"eval_{metric}"

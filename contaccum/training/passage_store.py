@@ -17,6 +17,7 @@ from accelerate import PartialState
 from datasets import IterableDataset
 from sentence_transformers import SentenceTransformer
 
+from contaccum.data.corpus import require_texts
 from contaccum.data.sampling import text_ids
 from contaccum.distributed import rank
 from contaccum.encoders.dual_encoder import SIMILARITY_NAMES
@@ -28,7 +29,7 @@ from contaccum.losses.query_side import (
     iterate_pairs,
 )
 from contaccum.retrieval.documents import StoreDocuments
-from contaccum.retrieval.encode import CorpusEncoder, encode_texts, require_texts
+from contaccum.retrieval.encode import CorpusEncoder, encode_texts
 from contaccum.retrieval.store import EmbeddingStore
 from contaccum.training.arguments import ContAccumTrainingArguments
 from contaccum.training.checkpoint import parse_resume_request

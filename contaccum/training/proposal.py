@@ -163,7 +163,7 @@ def _load_tokenizer(model: str) -> tuple[Callable[[str], float], int]:
     from sentence_transformers.util import load_file_path
     from transformers import AutoTokenizer
 
-    from contaccum.encoders.loading import require_model
+    from contaccum.encoders.names import require_model
 
     try:
         require_model(model)

@@ -15,7 +15,8 @@ from transformers import set_seed
 from contaccum.data import TrainingSets, load_training_sets, parse_columns, parse_training_sets
 from contaccum.encoders import adapters
 from contaccum.encoders.dual_encoder import DualEncoder, add_query_adapter, untie
-from contaccum.encoders.loading import is_sentence_transformer, require_model
+from contaccum.encoders.loading import is_sentence_transformer
+from contaccum.encoders.names import require_model
 from contaccum.encoders.settings import configure, is_tied, set_max_lengths
 from contaccum.errors import ConfigError
 from contaccum.evaluation.beir import load_data as load_beir

@@ -18,11 +18,11 @@ from tiny_models import tiny_encoder
 
 from contaccum import DualEncoder
 from contaccum.cli import main
-from contaccum.data import Passage, RecordReport
+from contaccum.data import Passage, RecordReport, corpus
+from contaccum.data.corpus import read_texts
 from contaccum.errors import DataError
 from contaccum.files import fingerprint
-from contaccum.retrieval import encode as encode_module
-from contaccum.retrieval.encode import model_fingerprint, read_texts, tokenisation_fingerprint
+from contaccum.retrieval.encode import model_fingerprint, tokenisation_fingerprint
 from contaccum.retrieval.store import EmbeddingStore
 
 
@@ -161,7 +161,7 @@ def test_repeated_ids_are_refused(root, tmp_path, monkeypatch):
     path = tmp_path / "corpus.jsonl"
     path.write_text("\n".join([*lines[:30], lines[2], *lines[30:]]))
     for block_size in (7, 2**16):
-        monkeypatch.setattr(encode_module, "_IDS_PER_BLOCK", block_size)
+        monkeypatch.setattr(corpus, "_IDS_PER_BLOCK", block_size)
         with pytest.raises(DataError, match="id 'd2' occurs again"):
             list(read_texts(path, "document", RecordReport("skip")))
 

@@ -8,8 +8,8 @@ import pytest
 from data_files import put, put_parquet
 
 from contaccum.data import Passage, RecordReport, parse_columns, read_passages
+from contaccum.data.corpus import read_texts
 from contaccum.errors import ConfigError, DataError
-from contaccum.retrieval.encode import read_texts
 
 PASSAGES = [
     Passage("1", "Title", 'one "quoted" text'),

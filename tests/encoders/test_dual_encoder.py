@@ -22,7 +22,7 @@ from transformers import (
 
 from contaccum import DualEncoder
 from contaccum.encoders.dual_encoder import untie
-from contaccum.encoders.loading import require_model
+from contaccum.encoders.names import require_model
 from contaccum.encoders.settings import (
     configure,
     get_tower,

@@ -26,6 +26,7 @@ from contaccum.encoders.adapters import add_adapter
 from contaccum.encoders.export import export_model, make_plain_models
 from contaccum.encoders.settings import get_tower, require_max_length
 from contaccum.errors import ConfigError, UserError
+from contaccum.files import require_new_folder
 
 TEXTS = ["red apple tree", "a house by the water " * 20, "x"]
 
@@ -269,4 +270,4 @@ def test_export_commands_in_the_documentation_are_accepted():
     assert len(commands) == 2
     for command in commands:
         args = _parse_arguments(shlex.split(command, comments=True))
-        export.check_new_folder(args.folder, args.dtype)
+        require_new_folder(args.folder)

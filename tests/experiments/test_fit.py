@@ -36,6 +36,7 @@ from contaccum.experiments.candidates import Candidate
 from contaccum.experiments.comparison import ScoreColumns
 from contaccum.experiments.fit import FitResult
 from contaccum.experiments.folds import Pairs
+from contaccum.experiments.request import read_given
 from contaccum.experiments.run import Job, Trained
 from contaccum.experiments.verdict import compute_verdicts
 from contaccum.files import lock_folder, write_json
@@ -892,7 +893,7 @@ def test_folder_with_other_files_is_refused(root, tmp_path):
 
 
 def test_arguments_of_python_are_settings(tmp_path):
-    given = proposed.read_given(
+    given = read_given(
         {"learning_rate": None, "bf16": True, "matryoshka_dims": (8, 4), "guide": tmp_path}
     )
     assert given == {"bf16": True, "matryoshka_dims": [8, 4], "guide": str(tmp_path)}

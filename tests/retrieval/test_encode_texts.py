@@ -7,13 +7,13 @@ from tiny_models import tiny_encoder
 
 from contaccum import DualEncoder
 from contaccum.data import RecordReport
+from contaccum.data.corpus import read_texts
 from contaccum.encoders.settings import set_max_lengths
 from contaccum.errors import ConfigError, DataError, UserError
 from contaccum.retrieval.encode import (
     encode_texts,
     get_similarity,
     model_fingerprint,
-    read_texts,
     tokenisation_fingerprint,
 )
 

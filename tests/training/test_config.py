@@ -31,6 +31,12 @@ def test_a_metric_that_does_not_exist_is_refused():
         make_arguments(**EVALUATED, metric_for_best_model="ndgc@10")
 
 
+@pytest.mark.parametrize("name", ["log_level", "hub_strategy", "optim", "lr_scheduler_type"])
+def test_a_choice_that_transformers_does_not_have_is_refused(name):
+    with pytest.raises(ConfigError, match="loud"):
+        make_arguments(f"--{name}=loud")
+
+
 def test_settings_of_a_backbone_without_effect_give_a_warning(tiny_model_path, caplog):
     load_model(Settings(model=tiny_model_path), "cpu")
     assert "has no effect" not in caplog.text

@@ -1,0 +1,62 @@
+"""Names of models: the folder of a model, or its name on the hub."""
+
+from __future__ import annotations
+
+import os
+import re
+from pathlib import Path
+
+from contaccum.errors import UserError
+
+_ORGANISATION = "sentence-transformers"
+"""sentence-transformers looks for a name without an organisation in its own one, too."""
+
+
+def require_model(name: str) -> None:
+    """Check that a name is a model folder or the name of a model on the hub.
+
+    sentence-transformers sends many requests to the hub, and waits for more than a minute if the
+    hub cannot be reached. This function sends one request, and waits five seconds.
+
+    Raises:
+        UserError: if there is no such folder, or the hub cannot be reached.
+    """
+    name = os.path.expanduser(name)
+    if os.path.isdir(name):
+        return
+    is_path = name.startswith((".", "/")) or name.count("/") > 1
+    if is_path or os.path.exists(name):
+        raise UserError(f"{name}: no such model folder")
+    from huggingface_hub import HfApi, try_to_load_from_cache
+    from huggingface_hub.errors import RepositoryNotFoundError
+
+    try:
+        for repository in list_repositories(name):
+            # A model with two towers has no config.json, and an adapter has adapter_config.json.
+            for file in ("modules.json", "config.json", "adapter_config.json"):
+                # The result is a path, None, or an object that says that the hub has no such file.
+                if isinstance(try_to_load_from_cache(repository, file), str):
+                    return
+        HfApi().model_info(name, timeout=5)
+    except RepositoryNotFoundError:
+        # sentence-transformers tries further names, and its error message lists them.
+        return
+    except Exception as error:
+        # Without a network, the type of the error depends on the HTTP client of the hub.
+        raise UserError(
+            f"{name}: there is no such folder, and the model hub gave no answer ({error})"
+        ) from error
+
+
+def model_name(model: str) -> str:
+    """Return the last part of a model's path; of "runs/mine/checkpoint-40" the last two parts."""
+    path = Path(model)
+    is_common_name = path.name == "model" or re.fullmatch(r"checkpoint-\d+", path.name)
+    if is_common_name and path.parent.name:
+        return f"{path.parent.name}/{path.name}"
+    return path.name
+
+
+def list_repositories(name: str) -> list[str]:
+    """Return the repositories of the hub that a name can mean."""
+    return [name] if "/" in name else [name, f"{_ORGANISATION}/{name}"]

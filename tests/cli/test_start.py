@@ -1,0 +1,175 @@
+"""Help, refusals, and work without a model need no torch; all else prints a line before it."""
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+from typing import NamedTuple
+
+import numpy as np
+import pytest
+from sample_texts import sentences
+from small_data import write_judged_places, write_lines
+
+from contaccum.cli import COMMANDS
+from contaccum.retrieval.store import StoreWriter
+
+RUN_COMMANDS = """
+import contextlib, io, json, sys
+from contaccum.cli import main
+
+commands, without_torch = json.loads(sys.argv[1])
+slow = ("torch", "transformers", "sentence_transformers", "datasets")
+if without_torch:
+    sys.modules["torch"] = None  # importing it raises ImportError
+ends = []
+for command in commands:
+    with (
+        contextlib.redirect_stdout(io.StringIO()) as out,
+        contextlib.redirect_stderr(io.StringIO()) as err,
+    ):
+        try:
+            code = main(command)
+        except SystemExit as error:  # after --help
+            code = error.code
+        except ImportError as error:
+            code = error.name.partition(".")[0]
+    imported = [name for name in slow if sys.modules.get(name)]
+    ends.append([code, imported, out.getvalue(), err.getvalue()])
+    if imported and not without_torch:
+        break
+print(json.dumps(ends))
+"""
+
+
+class End(NamedTuple):
+    """The end of a command.
+
+    Attributes:
+        code: the exit code; or the name of a module that could not be imported.
+        imported: the slow modules that were imported.
+    """
+
+    code: int | str
+    imported: list[str]
+    out: str
+    err: str
+
+
+def run_commands(commands: list[str], folder: Path, without_torch: bool = False) -> list[End]:
+    """Run commands one after the other in a new process, until one has imported a slow module."""
+    argv = [sys.executable, "-c", RUN_COMMANDS]
+    argv.append(json.dumps([[command.split() for command in commands], without_torch]))
+    done = subprocess.run(argv, check=True, capture_output=True, text=True, cwd=folder)
+    return [End(*end) for end in json.loads(done.stdout)]
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Return a folder with data of all commands, a store, and an empty folder of a model."""
+    folder = tmp_path_factory.mktemp("start")
+    write_judged_places(folder / "beir", train=True)
+    texts = iter(sentences(80, 12, 16))
+    pairs = [{"query": query, "positive": next(texts)} for query in texts]
+    write_lines(folder / "pairs.jsonl", pairs)
+    (folder / "run.trec").write_text("q0 Q0 cat-tree 1 0.5 x\n")
+    (folder / "model").mkdir()
+    writer = StoreWriter(folder / "store", {"dtype": "float32", "shard_size": 9})
+    writer.fill([("d", "", "text")], lambda texts: np.ones((len(texts), 2), dtype=np.float32))
+    return folder
+
+
+def test_help_and_work_without_a_model_import_nothing_slow(folder):
+    commands = ["--help", *(f"{name} --help" for name in COMMANDS)]
+    commands += [
+        "split pairs.jsonl split --no_progress",
+        "mine --method bm25 --data pairs.jsonl --output mined.jsonl --no_progress",
+        "evaluate --run run.trec --data beir --output scores.json",
+    ]
+    for command, end in zip(commands, run_commands(commands, folder), strict=True):
+        assert (end.code, end.imported) == (0, []), (command, end.err)
+
+
+REFUSED = {
+    "split nothing.jsonl out": "nothing.jsonl",
+    "split pairs.jsonl out --dev 1.5": "dev=1.5",
+    "split pairs.jsonl out --seeds 1": "seed",
+    "fit nothing.jsonl --model model": "nothing.jsonl",
+    "fit pairs.jsonl --model ./nothing": "./nothing",
+    "fit pairs.jsonl --model model --corpus nothing.jsonl": "nothing.jsonl",
+    "fit pairs.jsonl --model model --guard nothing": "nothing",
+    "fit pairs.jsonl --model model --budget soon": "budget=soon",
+    "fit pairs.jsonl --model model --budegt 5m": "budget",
+    "fit pairs.jsonl --model model --test 1.5": "test=1.5",
+    "fit pairs.jsonl --model model --learning_rate fast": "learning_rate",
+    "fit pairs.jsonl --model model --similarity dot": "similarity",
+    "train nothing.yaml": "nothing.yaml",
+    "train --bank_sise 3": "bank_size",
+    "train --bank_size many": "bank_size",
+    "train --weight_decay much": "weight_decay",
+    "train --weight_deca 0.1": "weight_decay",
+    "train --method grad_accum --bank_size 8": "bank_size=8",
+    "train --model model --output_dir out": "train_data",
+    "train --model ./nothing --output_dir out --train_data pairs.jsonl": "./nothing",
+    "train --model model --output_dir out --train_data nothing.jsonl": "nothing.jsonl",
+    "train --model model --output_dir out --train_data pairs.jsonl "
+    "--eval_data nothing --eval_strategy epoch": "nothing",
+    "train --model model --output_dir out --train_data pairs.jsonl "
+    "--second_stage nothing.jsonl": "nothing.jsonl",
+    "train --model model --output_dir out --train_data pairs.jsonl "
+    "--method query_side --passage_store beir": "beir",
+    "mine model --data nothing.jsonl --output out": "nothing.jsonl",
+    "mine model --data pairs.jsonl --output out --corpus nothing.jsonl": "nothing.jsonl",
+    "mine model --data pairs.jsonl --output pairs.jsonl": "pairs.jsonl",
+    "mine ./nothing --data pairs.jsonl --output out": "./nothing",
+    "mine model --data pairs.jsonl --output out --relative_margin 2": "relative_margin",
+    "encode model --corpus nothing.jsonl --output out": "nothing.jsonl",
+    "encode ./nothing --corpus pairs.jsonl --output out": "./nothing",
+    "encode model --corpus beir --output beir": "beir",
+    "encode model --corpus beir --output out --precision half": "precision",
+    "search model --store beir --queries beir": "beir",
+    "search model --store store --queries nothing.jsonl": "nothing.jsonl",
+    "search ./nothing --store store --queries beir": "./nothing",
+    "search model --store store --queries beir --bm25_weight 2": "bm25_weight",
+    "evaluate ./nothing --data beir": "./nothing",
+    "evaluate model --data nothing": "nothing",
+    "evaluate model --data beir --metrics NDGC@10": "NDCG@10",
+    "evaluate model --data beir --baseline nothing.json": "nothing.json",
+    "evaluate --run nothing.trec --data beir": "nothing.trec",
+    "export ./nothing out": "./nothing",
+    "export model beir": "beir",
+    "export model out --dtpye float16": "dtype",
+}
+"""{command: word in the error}"""
+
+
+def test_files_and_options_are_refused_before_anything_slow_is_imported(folder):
+    ends = run_commands(list(REFUSED), folder)
+    for (command, word), end in zip(REFUSED.items(), ends, strict=False):
+        assert (end.code, end.imported) == (2, []), (command, end.err)
+        assert word in end.err and end.err.count("\n") == 1, command
+
+
+FIRST_LINES = {
+    "fit pairs.jsonl --model model --output out/fit": "fitting model to pairs.jsonl in 30m",
+    "train --model model --output_dir out/train --train_data pairs.jsonl --weight_decay 0.1": (
+        "training model by contaccum"
+    ),
+    "mine model --data pairs.jsonl --output out/mined.jsonl": (
+        "mining hard negatives for pairs.jsonl with model"
+    ),
+    "encode model --corpus beir --output out/store": "encoding beir with model",
+    "search model --store store --queries beir --output out/run.trec": (
+        "searching store with model for beir"
+    ),
+    "evaluate model --data beir --output out/scores.json": "evaluating model on beir",
+    "export model out/export": "exporting model to out/export",
+}
+"""{command: its first line}"""
+
+
+def test_the_first_line_is_printed_before_anything_slow_is_imported(folder):
+    ends = run_commands(list(FIRST_LINES), folder, without_torch=True)
+    for (command, line), end in zip(FIRST_LINES.items(), ends, strict=True):
+        assert end.code == "torch", (command, end.err)
+        assert end.out.splitlines()[0] == line, command
