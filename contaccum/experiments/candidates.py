@@ -78,7 +78,10 @@ BLENDS = (0.5, 0.75)
 MAP_FILE = "map.safetensors"
 STORE_FOLDER = "store"
 RATE_FACTOR = 3.0
-"""Other learning rates are the first one times this, and divided by it."""
+"""Each learning rate is the one before it times this, as long as that is better; else the first one
+is divided by it."""
+MAX_RATES = 4
+"""The number of rates of the query tower, at most."""
 QUERY_TOWER_EPOCHS = 3
 """The length of a training of the query tower, if that is not given."""
 FIRST_LENGTH = 16
@@ -152,18 +155,20 @@ class Candidate:
         return f"{self.name} with BM25"
 
 
+def has_no_loss(scores: Scores, free: Candidate) -> bool:
+    """Return whether scores are at most `LARGEST_LOSS` below those of the best search without
+    training, on each kind of documents and on each guard.
+    """
+    return max(free.scores[kind] - score for kind, score in scores.items()) <= LARGEST_LOSS
+
+
 def choose(candidates: Sequence[Candidate], free: Candidate) -> Candidate:
     """Return the candidate with the best score on dev, or a cheaper one that is hardly worse.
 
     Args:
-        free: the best search without training. A candidate that loses more than `LARGEST_LOSS`
-            against it on a kind of documents, or on a guard, is not chosen.
+        free: the best search without training; see `has_no_loss`.
     """
-    allowed = [free]
-    for candidate in candidates:
-        losses = [free.scores[kind] - score for kind, score in candidate.scores.items()]
-        if max(losses) <= LARGEST_LOSS:
-            allowed.append(candidate)
+    allowed = [free, *(each for each in candidates if has_no_loss(each.scores, free))]
     best_score = max(candidate.score for candidate in allowed)
     nearly_best = [each for each in allowed if each.score >= best_score - SMALL_GAIN]
     # From `BOTH_TOWERS` on, all candidates need a new index, and cost the same.
@@ -206,13 +211,21 @@ class DevSet:
             scores[kind] = statistics.fmean(query_scores[query] for query in queries)
         return {**scores, MEAN: statistics.fmean(scores.values())}
 
-    def weigh(self, run: Run) -> dict[str, Any]:
-        """Return the best weight of BM25 beside a run, and the scores with and without it."""
+    def weigh(self, run: Run, free: Candidate | None = None) -> dict[str, Any]:
+        """Return the best weight of BM25 beside a run, and the scores with and without it.
+
+        Args:
+            free: the best search without training. A weight with which no kind of documents loses
+                against it is better than any other; see `has_no_loss`.
+        """
         best: dict[str, Any] = {}
+        best_key = (False, -1.0)
         for weight in self._weights:
             scores = self.score(fuse_runs(run, self.bm25_run, weight))
-            if not best or scores[MEAN] > best["scores"][MEAN]:
+            key = (free is None or has_no_loss(scores, free), scores[MEAN])
+            if key > best_key:
                 best = {"bm25_weight": weight, "scores": scores}
+                best_key = key
         return {**best, "vectors": self.score(run)}
 
 
@@ -391,6 +404,7 @@ class Ladder:
                 self._guards[name] = DevSet(guard, kinds, documents, job.batch_size, has_bm25)
         self._num_guard_documents = sum(len(dataset.corpus) for dataset in guards.values())
         self._num_pool_documents = 0  # until the pool is made
+        self._free_on_pool: Candidate | None = None
         self._least_seconds = _LEAST_SECONDS
         self._width = read_width(self.settings.model)
         self._has_fixed_length = bool({"max_steps", "num_train_epochs"} & job.given.keys())
@@ -438,7 +452,8 @@ class Ladder:
         if not upper or not self._has_pool():
             return choose([*lower, *upper], free)
         best = self._score_on_pool(choose(lower, free))
-        chosen = choose([best, *upper], self._score_on_pool(free))
+        assert self._free_on_pool is not None
+        chosen = choose([best, *upper], self._free_on_pool)
         return self.candidates[chosen.number]
 
     def get_folder(self, candidate: Candidate) -> Path:
@@ -499,7 +514,10 @@ class Ladder:
     def _score(self, candidate: Candidate, dev: DevSet | None) -> dict[str, Any]:
         """Return a candidate with its scores on dev, as JSON; on the first process."""
         assert dev is not None
-        scored = dev.weigh(self._search(dev, candidate))
+        free = None
+        if candidate.rung > FREE:
+            free = self.free if dev is self._dev else self._free_on_pool
+        scored = dev.weigh(self._search(dev, candidate), free)
         if candidate.system == "bm25":
             scored |= {"bm25_weight": 1.0, "vectors": {}}
         candidate = dataclasses.replace(candidate, **scored)
@@ -557,12 +575,9 @@ class Ladder:
         if reason:
             self.job.print_line(f"the query tower is not trained alone: {reason}")
             return
-        first_rate = self._choose_rate("query_side")
-        rates = [first_rate]
-        if "learning_rate" not in self.job.given:
-            rates += [_round(RATE_FACTOR * first_rate), _round(first_rate / RATE_FACTOR)]
+        rate = first_rate = self._choose_rate("query_side")
         trained: list[Candidate] = []  # the best of each rate
-        for rate in rates:
+        for _ in range(1 if "learning_rate" in self.job.given else MAX_RATES):
             name = f"query_tower-{rate:g}"
             seconds = self.left() - (1 + len(BLENDS)) * self._seconds_per_score
             if not self._is_done(name):
@@ -570,8 +585,6 @@ class Ladder:
                     return
                 if trained and trained[-1].training_seconds > _CHEAP_SHARE * seconds:
                     return
-                if len(trained) > 1 and trained[1].score > trained[0].score:
-                    return  # a higher rate is better, so a lower one would be worse
             settings = self._make_settings("query_side", learning_rate=rate)
             num_updates = self._count_updates(settings, QUERY_TOWER_EPOCHS)
             shown = f"query tower at {rate:g}"
@@ -579,6 +592,13 @@ class Ladder:
                 name, shown, QUERY_TOWER, settings, num_updates, seconds, (1.0, *BLENDS)
             )
             trained.append(max(added, key=lambda each: each.score))
+            scores = [each.score for each in trained]
+            if all(higher > lower for lower, higher in itertools.pairwise(scores)):
+                rate = _round(RATE_FACTOR * rate)
+            elif len(scores) == 2:  # the first rate is better than the higher one
+                rate = _round(first_rate / RATE_FACTOR)
+            else:
+                return
 
     def _train_both_towers(self) -> None:
         method = self.job.given.get("method", "contaccum")
@@ -624,7 +644,8 @@ class Ladder:
             return
         best = max(upper, key=lambda each: each.score)
         name = f"{best.folder}-blends"
-        is_allowed = choose([best], self._score_on_pool(self.free)) is best
+        assert self._free_on_pool is not None
+        is_allowed = has_no_loss(best.scores, self._free_on_pool)
         has_time = self._get_training_seconds() > len(BLENDS) * self._least_seconds
         if not self._is_done(name) and (is_allowed or not has_time):
             return
@@ -816,6 +837,7 @@ class Ladder:
             return len(self._pool.dataset.corpus)
 
         self._num_pool_documents = on_first_rank(write_and_load)
+        self._free_on_pool = self._score_on_pool(self.free)
         # As much time for the training as for the encoding that it causes, at least.
         self._least_seconds = max(
             _LEAST_SECONDS, self._num_pool_documents * self._seconds_per_document

@@ -28,6 +28,7 @@ from contaccum.experiments import fit as fit_module
 from contaccum.experiments.budget import Budget
 from contaccum.experiments.candidates import (
     BM25_WEIGHTS,
+    LARGEST_LOSS,
     Candidate,
     DevSet,
     Ladder,
@@ -143,6 +144,12 @@ def test_the_smallest_of_the_best_weights_of_bm25_is_chosen(root, tmp_path):
     assert weighed["bm25_weight"] == BM25_WEIGHTS[means.index(max(means))] > 0.0
     assert weighed["scores"]["mean"] == max(means)
     assert weighed["vectors"]["mean"] == means[0]
+    # A search without training that is better on new documents, where BM25 is best alone
+    new = [dev.score(fuse_runs(run, dev.bm25_run, weight))["new"] for weight in BM25_WEIGHTS]
+    free = make_candidate(0, max(new) + LARGEST_LOSS, 0.0)
+    assert dev.weigh(run, free)["scores"]["new"] == max(new)
+    free = make_candidate(0, 1.0, 0.0)  # nothing is good enough
+    assert dev.weigh(run, free) == weighed
     without = DevSet(dataset, kinds, None, 8, has_bm25=False)
     assert without.weigh(run)["scores"] == weighed["vectors"]
 
@@ -289,7 +296,7 @@ def fake_train(monkeypatch, clock, root) -> Iterator[Callable[[dict[str, list[fl
     base = contaccum.DualEncoder.from_pretrained(str(root / "fresh"), device="cpu")
     current = SimpleNamespace(score=0.1)
 
-    def weigh(dev: DevSet, run: Any) -> dict[str, Any]:
+    def weigh(dev: DevSet, run: Any, free: Any = None) -> dict[str, Any]:
         scores = {"new": current.score, "known": current.score, "mean": current.score}
         return {"bm25_weight": 0.0, "scores": scores, "vectors": scores}
 
@@ -385,12 +392,23 @@ def test_a_second_stage_other_rates_and_a_gradient_cache_follow_until_two_have_n
     assert ladder.get_best().name.startswith(scores[best])
 
 
-def test_a_higher_rate_of_the_query_tower_that_is_better_is_the_last_one(
-    root, tmp_path, fake_train
+@pytest.mark.parametrize(
+    ("scores", "factors"),
+    [
+        ([0.2, 0.3, 0.25], [1, 3, 9]),
+        ([0.2, 0.3, 0.4, 0.5], [1, 3, 9, 27]),
+        ([0.3, 0.2, 0.4], [1, 3, 1 / 3]),
+        ([0.3, 0.3, 0.2], [1, 3, 1 / 3]),
+    ],
+)
+def test_the_rate_of_the_query_tower_rises_while_that_is_better(
+    root, tmp_path, fake_train, scores, factors
 ):
-    calls = fake_train({"query_side": [0.2, 0.3]})
+    calls = fake_train({"query_side": scores})
     make_ladder(root, tmp_path, method="query_side").climb()
-    assert len(calls) == 2
+    first = calls[0][1]
+    expected = [factor * first for factor in factors]
+    assert [rate for _, rate, _, _ in calls] == pytest.approx(expected, rel=0.05)
 
 
 def test_only_a_cheap_query_tower_is_trained_at_other_rates(root, tmp_path, fake_train):
@@ -406,7 +424,7 @@ def test_both_towers_are_blended_if_a_kind_of_documents_has_lost(
     calls = fake_train({"contaccum": [0.5]})
     weigh = DevSet.weigh
 
-    def lose_on_new(dev: DevSet, run: Any) -> dict[str, Any]:
+    def lose_on_new(dev: DevSet, run: Any, free: Any = None) -> dict[str, Any]:
         weighed = weigh(dev, run)
         scores = weighed["scores"]
         if calls:
