@@ -204,7 +204,7 @@ def test_a_store_is_searched_with_the_passage_length_that_it_was_encoded_with(
         ([], "other", "another model"),
         ([], None, "MODEL"),
         (["--index_file", "x.faiss"], "encoder", "--index_file"),
-        (["--index", "SQ8", "--index_file", "/dev/null/x"], "no model", "cannot be written"),
+        (["--index", "SQ8", "--index_file", "/dev/null/x"], "store", "cannot be written"),
         (["--store", "nowhere"], "encoder", "not a store"),
         (["--bm25_weight", "1.1"], "encoder", "--bm25_weight"),
     ],

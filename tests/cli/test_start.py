@@ -133,7 +133,7 @@ REFUSED = {
     "search model --store store --queries beir --bm25_weight 2": "bm25_weight",
     "evaluate ./nothing --data beir": "./nothing",
     "evaluate model --data nothing": "nothing",
-    "evaluate model --data beir --metrics NDGC@10": "NDCG@10",
+    "evaluate model --data beir --metrics NDGC@10": "ndcg@10",
     "evaluate model --data beir --baseline nothing.json": "nothing.json",
     "evaluate --run nothing.trec --data beir": "nothing.trec",
     "export ./nothing out": "./nothing",
