@@ -582,35 +582,3 @@ def test_the_page_of_the_bank_is_that_of_its_reports(study, tmp_path, monkeypatc
     monkeypatch.setattr("sys.argv", ["report", "--page", str(page)])
     importlib.import_module("bank_report").main()
     assert page.read_text() == text
-
-
-def test_every_method_is_drawn_with_one_encoding_of_the_corpus_and_all_seeds(study):
-    """Query-side training starts when the corpus is encoded; the failed seed is a dot."""
-    drawing = importlib.import_module("draw_study")
-    folder = ROOT / "benchmarks" / "by_time"
-    by_time = drawing.read_time_study(folder)
-    encoding = read_json(folder / "encoding.json")
-    minutes = drawing.get_encoding_minutes(by_time["medquad"], encoding["corpora"]["medquad"])
-    lines = drawing.draw_time(by_time, encoding).axes[2].get_lines()
-    spans = {line.get_color(): line.get_xdata() for line in lines if line.get_linestyle() == "--"}
-    for entry, updates in (("contaccum", 32), ("query_side_corpus", 32)):
-        start, end = spans[drawing.COLORS[entry]]
-        assert start == (minutes if entry == "query_side_corpus" else 0)
-        training = by_time["medquad"].get_cost(entry, updates).minutes
-        assert end == pytest.approx(minutes + training)
-    failed = [list(line.get_ydata()) for line in lines if line.get_fillstyle() == "none"]
-    assert [pytest.approx(87.0, abs=0.05)] in failed
-
-
-def test_memory_of_a_micro_batch_is_drawn_below_the_line_of_the_card(study):
-    """A card with 8 GB has 8,192 MB, so the memory is divided by 1,024."""
-    record = read_json(ROOT / "benchmarks" / "gpu" / "update_time.json")["result"]
-    axes = importlib.import_module("draw_study").draw_gpu_memory(record).axes[0]
-    lines = {line.get_label(): line for line in axes.get_lines()}
-    [memory] = [
-        case["methods"]["contaccum"]["peak_mb"]
-        for case in record["cases"]
-        if (case["backbone"], case["local"]) == ("minilm", 128)
-    ]
-    assert list(lines["contaccum"].get_xdata()) == [1, 8, 32, 128]
-    assert lines["contaccum"].get_ydata()[-1] == memory / 1024
