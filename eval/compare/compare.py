@@ -1,8 +1,8 @@
 """Train several methods side by side, and report which one is better, with significance tests.
 
-    python eval/compare/compare.py configs/study/nqg.yaml --eval_data runs/study/nqg/test \\
-        --methods grad_accum grad_cache contaccum --tune learning_rate=6e-4,1.1e-3,2e-3 \\
-        --tune_data runs/study/nqg/dev --tune_split test --output_dir runs/study/nqg_compare
+    python eval/compare/compare.py config.yaml --methods grad_accum grad_cache contaccum \\
+        --eval_data runs/data/test --output_dir runs/compare \\
+        --tune learning_rate=1e-4,3e-4,9e-4 --tune_data runs/data/dev --tune_split test
 
 Config files and every other --key are those of `contaccum train`. All runs have the same data,
 order of data and initial weights for a seed. With --tune, each method first gets its own best value
