@@ -41,7 +41,7 @@ TINY = SearchSizes(400, 10, 16, 5, ("IVF4,PQ4np", "nprobe=2"), ("HNSW4", "efSear
 def measure(run: Run) -> dict[str, Any]:
     """Measure search with FAISS on the GPU and on the CPU."""
     if not run.is_cuda:
-        raise NotMeasured(f"the device is {run.device}; benchmarks/bench_search.py measures a CPU")
+        raise NotMeasured(f"the device is {run.device}, not a GPU")
     sizes = TINY if run.is_tiny else SearchSizes()
     has_faiss_gpu = faiss.get_num_gpus() > 0
     has_cuvs = has_faiss_gpu and hasattr(faiss, "GpuIndexCagra")

@@ -1,5 +1,6 @@
 """docs/gpu.md: its tables are those of the results in benchmarks/gpu."""
 
+import importlib
 from collections.abc import Callable
 from dataclasses import asdict
 from types import ModuleType
@@ -379,3 +380,14 @@ def test_numbers_that_are_not_finite_are_written_and_shown_as_text(
     assert "| float32, auto | nan | inf | 3e-07 | 1e-05 | failed |" in contents["loss_exact"]
     assert "| before training |  |  | nan |  |" in contents["study_cell"]
     assert "Error of the gradient: nan (float32; " in contents["query_side"]
+
+
+def test_numbers_have_two_significant_digits_and_units(monkeypatch):
+    monkeypatch.syspath_prepend(str(ROOT / "benchmarks"))
+    pages = importlib.import_module("measuring.pages")
+    numbers = [pages.format_number(value) for value in (0, 0.2149, 9.96, 34.4, 12_960)]
+    assert numbers == ["0", "0.21", "10", "34", "13,000"]
+    durations = [pages.format_duration(value) for value in (0.5, 150, 7200, 864_000)]
+    assert durations == ["0.50 s", "2.5 min", "2.0 h", "10 days"]
+    assert pages.format_bytes(1.55e12) == "1.6 TB"
+    assert pages.format_bytes(72e6) == "72 MB"
