@@ -5,9 +5,9 @@
         --tune learning_rate=1e-4,3e-4,9e-4 --tune_data runs/data/dev --tune_split test
 
 Config files and every other --key are those of `contaccum train`. All runs have the same data,
-order of data and initial weights for a seed. With --tune, each method first gets its own best value
-of a setting, by scores on dev. The same command again only does the missing runs. README.md in
-this folder explains the report.
+order of data and initial weights for a seed, and as many pairs; with --seconds, as much time. With
+--tune, each method first gets its own best value of a setting, by scores on dev. The same command
+again only does the missing runs. README.md in this folder explains the report.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from pathlib import Path
 
 from comparison.plan import Group, make_groups, read_options
 from comparison.report import build_report, render_markdown
-from comparison.run import describe_evaluation_sets, run_groups
+from comparison.run import describe_evaluation_sets, fit_into_seconds, run_groups
 from comparison.tuning import apply_chosen_values, read_ladder, tune_groups
 
 from contaccum.errors import UserError, check_choice
@@ -57,6 +57,7 @@ def parse_arguments() -> tuple[argparse.Namespace, list[str], list[str]]:
     add("--eval_data", nargs="+", required=True, metavar="DIR", help="BEIR folders or names")
     add("--eval_split", default="test", help="split of the judgements; default: test")
     add("--eval_precision", default="float32", help="precision of the scores; default: float32")
+    add("--seconds", type=float, help="equal time: as many updates as fit into it, for each method")
     add("--tune", metavar="key=v,v", help="choose this setting for each method on --tune_data")
     add("--tune_data", nargs="+", metavar="DIR", help="BEIR folders or names")
     add("--tune_split", default="dev", help="split of the judgements; default: dev")
@@ -89,6 +90,9 @@ def main() -> int:
     }
     sets = describe_evaluation_sets(evaluation)
     failures: dict[str, str] = {}
+    if args.seconds is not None:
+        folder = args.output_dir / "time"
+        groups, failures = fit_into_seconds(groups, args.seconds, args.seeds[0], evaluation, folder)
     tuning = None
     if args.tune is not None:
         ladder = read_ladder(args.tune, args.tune_factor, args.tune_most, args.seeds[0])
@@ -101,7 +105,8 @@ def main() -> int:
                 candidates, [ladder.seed], dev_evaluation, dev_sets, folder, args.jobs
             )
 
-        tunings, failures = tune_groups(groups, ladder, dev_sets, train_on_dev)
+        tunings, failed = tune_groups(groups, ladder, train_on_dev)
+        failures.update(failed)
         groups = apply_chosen_values(groups, ladder.key, tunings)
         tuning = {**ladder._asdict(), "data": dev_sets, "groups": tunings}
     results, failed = run_groups(
@@ -114,6 +119,7 @@ def main() -> int:
         "settings": {
             "options": {key: str(value) for key, value in options.items()},
             "evaluation": evaluation,
+            "seconds": args.seconds,
         },
         "data": {"evaluation": sets, "train": train_data},
         "tuning": tuning,

@@ -141,11 +141,11 @@ def is_tunable(group: Group, key: str) -> bool:
     return key not in group.overrides and uses(group.method, key)
 
 
-def add_setting(group: Group, key: str, value: str) -> Group:
+def add_setting(group: Group, key: str, value: float) -> Group:
     """Return a group with one more setting, which is also added to its name.
 
     Raises:
         ConfigError: if `contaccum train` refuses the value.
     """
-    name = f"{group.name}_{key}-{quote(value, safe='+')}"
-    return group._replace(name=name).change(**read([f"--{key}={value}"]))
+    text = f"{value:.15g}"  # a whole number without a point
+    return group._replace(name=f"{group.name}_{key}-{text}").change(**read([f"--{key}={text}"]))

@@ -41,6 +41,9 @@ Evaluation = Mapping[str, Any]
 Results = Mapping[str, Mapping[str, Any]]
 """{name of the run: content of its result.json}"""
 
+TIMED_UPDATES = 5
+"""The updates from which the time of an update is taken."""
+
 _K_VALUES = (10, 20, 100)
 
 
@@ -85,6 +88,26 @@ def run_groups(
     missing = [job for job in jobs if job["name"] not in finished]
     failed = run_jobs(missing, max_processes, lambda line: print(line, flush=True))
     return read_results(jobs), failed
+
+
+def fit_into_seconds(
+    groups: Sequence[Group], seconds: float, seed: int, evaluation: Evaluation, folder: Path
+) -> tuple[list[Group], dict[str, str]]:
+    """Give each group as many updates as fit into a time, by the median of its first updates.
+
+    These are timed one group after the other, in short runs that are not scored.
+
+    Returns:
+        The groups, and {name of the run: why it failed}; a group whose run failed is left out.
+    """
+    short = [group.change(max_steps=TIMED_UPDATES) for group in groups]
+    results, failed = run_groups(short, [seed], {**evaluation, "data": []}, [], folder, 1)
+    fitted = []
+    for group in groups:
+        if group.run_name(seed) in results:
+            update_seconds = results[group.run_name(seed)]["seconds_per_update"]
+            fitted.append(group.change(max_steps=max(1, int(seconds / update_seconds))))
+    return fitted, {f"time/{name}": reason for name, reason in failed.items()}
 
 
 def make_jobs(

@@ -9,7 +9,7 @@ from programs import ROOT
 
 sys.path.insert(0, str(ROOT / "eval" / "compare"))
 
-from comparison.ladder import find_best_value, next_values, smooth
+from comparison.tuning import Ladder, find_best_value, next_values, smooth
 
 VALUES = (1e-4, 1.8e-4, 3.2e-4)
 
@@ -20,8 +20,9 @@ def try_values(
     factor: float = 1.8,
 ) -> list[float]:
     """Return the values that are tried, at most six."""
+    ladder = Ladder("learning_rate", values, factor, 6, 0)
     scores: dict[float, float | None] = {}
-    while next_ones := next_values(values, factor, 6, scores):
+    while next_ones := next_values(ladder, scores):
         for value in next_ones:
             scores[value] = score_value(value)
     return list(scores)
@@ -80,6 +81,19 @@ def test_curve_loses_less_than_the_highest_score():
         losses_of_highest.append(best_true_score - true_scores[rate_of_highest])
         losses_of_curve.append(best_true_score - true_scores[rate_of_curve])
     assert np.mean(losses_of_curve) < 0.75 * np.mean(losses_of_highest)
+
+
+@pytest.mark.parametrize(
+    ("scores", "best"),
+    [
+        ({1e-5: 1.0, 3e-5: None, 9e-5: 2.0}, 9e-5),
+        ({1e-5: 1.0, 3e-5: 1.0, 9e-5: 1.0}, 3e-5),  # an inner one of equal values
+        ({2.0: 1.0, 1.0: 1.0}, 1.0),  # the smaller one of equal values
+        ({1e-5: None}, None),
+    ],
+)
+def test_value_of_the_best_score_is_chosen(scores, best):
+    assert find_best_value(scores) == best
 
 
 def test_single_high_score_is_not_chosen():
