@@ -134,33 +134,32 @@ def test_mistakes_are_refused_before_anything_runs(tokens, options, methods, var
 
 
 @pytest.fixture
-def evaluation(data_folder) -> dict[str, Any]:
-    return {"data": [str(data_folder / "beir")], "split": "test", "precision": "float32"}
+def sets(data_folder) -> list[dict[str, Any]]:
+    return comparison_run.describe_sets([str(data_folder / "beir")], "test")
 
 
-def make_jobs(groups, evaluation, folder) -> list[dict[str, Any]]:
-    sets = comparison_run.describe_evaluation_sets(evaluation)
-    return comparison_run.make_jobs(groups, [3], evaluation, sets, folder)
+def make_jobs(groups, sets, folder) -> list[dict[str, Any]]:
+    return comparison_run.make_jobs(groups, [3], sets, folder)
 
 
 def test_a_run_of_another_model_in_the_same_folder_has_another_identity(
-    tokens, tiny_model_path, evaluation, tmp_path
+    tokens, tiny_model_path, sets, tmp_path
 ):
     model = tmp_path / "model"
     shutil.copytree(tiny_model_path, model)
     groups = plan_runs([*tokens, f"--model={model}"], ["contaccum"])
-    [job] = make_jobs(groups, evaluation, tmp_path)
-    [same_job] = make_jobs(groups, evaluation, tmp_path)
+    [job] = make_jobs(groups, sets, tmp_path)
+    [same_job] = make_jobs(groups, sets, tmp_path)
     assert job["identity"] == same_job["identity"]
     (model / "config.json").write_text((model / "config.json").read_text() + " ")
-    [other_job] = make_jobs(groups, evaluation, tmp_path)
+    [other_job] = make_jobs(groups, sets, tmp_path)
     assert job["identity"] != other_job["identity"]
 
 
-def test_all_methods_start_from_the_same_weights_and_data_order(tokens, evaluation, tmp_path):
+def test_all_methods_start_from_the_same_weights_and_data_order(tokens, sets, tmp_path):
     """tests/training/test_data_order.py checks that an order has the same pairs in each update."""
     groups = plan_runs(tokens, ["in_batch", "contaccum"])
-    results = [comparison_run.run_job(job) for job in make_jobs(groups, evaluation, tmp_path)]
+    results = [comparison_run.run_job(job) for job in make_jobs(groups, sets, tmp_path)]
     assert len({result["initial_weights"] for result in results}) == 1
     assert len({result["data_order"] for result in results}) == 1
     assert len({result["final_loss"] for result in results}) == 2
@@ -186,11 +185,9 @@ def test_data_order_depends_on_the_micro_batch_only_where_batches_are_composed(t
 
 
 @pytest.mark.long  # the process takes ten seconds to start
-def test_a_run_in_a_process_has_the_result_of_this_process(
-    tokens, evaluation, tmp_path, monkeypatch
-):
+def test_a_run_in_a_process_has_the_result_of_this_process(tokens, sets, tmp_path, monkeypatch):
     monkeypatch.setenv("PYTHONPATH", f"{ROOT / 'eval' / 'compare'}:{ROOT}")
-    [job] = make_jobs(plan_runs(tokens, ["contaccum"]), evaluation, tmp_path)
+    [job] = make_jobs(plan_runs(tokens, ["contaccum"]), sets, tmp_path)
     assert processes.run_jobs([job], 1) == {}
     result = read_json(Path(job["folder"], "result.json"))
     expected = comparison_run.run_job(job)
@@ -290,26 +287,26 @@ def make_train(best_rates, rounds):
 def test_every_group_is_tuned_by_its_own_scores_in_common_rounds(tokens):
     groups = plan_runs(tokens, ["grad_accum", "contaccum"], [["slow", "learning_rate=1e-5"]])
     rounds: list[list[str]] = []
-    ladder = read_ladder("learning_rate=1e-3,2e-3,1", 2.0, 5, 3)
-    train = make_train({"grad_accum": 2e-3, "contaccum": 4e-4}, rounds)
+    ladder = read_ladder("learning_rate=1e-3,2e-3,1", 3)
+    train = make_train({"grad_accum": 2e-3, "contaccum": 6e-4}, rounds)
     tunings, failed = tune_groups(groups, ladder, train)
     assert [len(names) for names in rounds] == [6, 1, 1]
-    assert rounds[1] == ["contaccum_learning_rate-0.0005"]
+    assert rounds[1] == ["contaccum_learning_rate-0.00056"]
     assert tunings["grad_accum"]["scores"] == {1e-3: 0.599, 2e-3: 0.6, 1.0: None}
     # The mean over two data sets.
-    score = tunings["contaccum"]["scores"][5e-4]
-    assert score == pytest.approx(0.5 + 0.1 - 1e-4)
+    score = tunings["contaccum"]["scores"][5.6e-4]
+    assert score == pytest.approx(0.5 + 0.1 - 4e-5)
     assert failed["tune/grad_accum_learning_rate-1_seed-3"] == "not finite"
     assert not tunings["contaccum"]["at_end"]
 
     final = apply_chosen_values(groups, "learning_rate", tunings)
     assert [group.name for group in final] == [
         "grad_accum_learning_rate-0.002",
-        "contaccum_learning_rate-0.0005",
+        "contaccum_learning_rate-0.00056",
         "slow",
     ]
     rates = [get_training_arguments(group).learning_rate for group in final]
-    assert rates == [2e-3, 5e-4, 1e-5]
+    assert rates == [2e-3, 5.6e-4, 1e-5]
     tunings["contaccum"]["chosen"] = None  # every run failed
     assert len(apply_chosen_values(groups, "learning_rate", tunings)) == 2
 
@@ -575,7 +572,7 @@ def test_methods_are_tuned_on_dev_then_run_at_their_best(
     output = tmp_path / "out"
     monkeypatch.setattr(comparison_run, "run_jobs", run_jobs_in_this_process)
     options = ["--seeds", "3", "--methods", "grad_accum", "contaccum"]
-    options += ["--tune", "learning_rate=1e-4,1e-3", "--tune_data", str(dev), "--tune_most", "3"]
+    options += ["--tune", "learning_rate=1e-4,1e-3", "--tune_data", str(dev)]
     assert compare(output, *options) == 0
     report = read_json(output / "report.json")
     tunings = report["tuning"]["groups"]

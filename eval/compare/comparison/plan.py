@@ -19,7 +19,6 @@ from contaccum.settings import (
     find,
     read,
     replace,
-    uses,
 )
 from contaccum.training.arguments import ContAccumTrainingArguments
 
@@ -134,11 +133,6 @@ def _make_group(
         values["per_device_train_batch_size"] = args.total_train_batch_size
         values["gradient_accumulation_steps"] = 1
     return group.change(**values, method=method)
-
-
-def is_tunable(group: Group, key: str) -> bool:
-    """Return True if the method of a group uses a setting and its entry has no value for it."""
-    return key not in group.overrides and uses(group.method, key)
 
 
 def add_setting(group: Group, key: str, value: float) -> Group:
