@@ -57,6 +57,7 @@ MEMORY_LINES = {
 }
 """{method of the part update_time of gpu.py: (label, format of matplotlib)}"""
 
+CARD_GB = 8
 FAILED_BELOW = 3.0
 """A seed that is this many points or more below the best one of its method is a hollow dot."""
 
@@ -74,40 +75,38 @@ def read_final_runs(data: str, entry: str) -> list[dict[str, Any]]:
     return runs
 
 
-def read_base_score(data: str) -> float:
-    """Return the test score of the base model in the study by time, x 100."""
-    return 100 * read_json(RECORDS / "by_time" / data / "base.json")["scores"]["test"]
-
-
 def read_minutes(data: str, entry: str, updates: float) -> float:
     """Return the minutes of some updates of an entry of the study by time, as it charges them."""
     timings = read_json(RECORDS / "by_time" / data / "seconds.json")["entries"]
     return updates * timings[entry]["seconds_per_update"] / 60
 
 
-def get_test_scores(runs: list[dict[str, Any]]) -> list[float]:
+def get_scores(*runs: dict[str, Any]) -> list[float]:
     """Return the test scores of runs, x 100."""
     return [100 * run["scores"]["test"] for run in runs]
 
 
 def draw_gain() -> Figure:
     """Draw the score of each method on each data set, on one scale."""
-    rows: list[tuple[str, float, dict[str, list[float]]]] = []
+    rows: list[tuple[str, dict[str, list[float]]]] = []
     for data in BY_TIME_SETS:
-        methods = {entry: get_test_scores(read_final_runs(data, entry)) for entry in GAIN_METHODS}
-        rows.append((data, read_base_score(data), methods))
+        scores = {"base": get_scores(read_json(RECORDS / "by_time" / data / "base.json"))}
+        for entry in GAIN_METHODS:
+            scores[entry] = get_scores(*read_final_runs(data, entry))
+        rows.append((data, scores))
     folder = RECORDS / "query_side"  # the earlier runs, of which these two sets have `contaccum`
     for data in ("wikiqa", "pubmedqa"):
         runs = [read_json(file) for file in sorted(folder.glob(f"{data}-contaccum-*.json"))]
         first_runs = [run for run in runs if run["seed"] == 0]
         rate = max(first_runs, key=lambda run: run["scores"]["dev"])["rate"]
-        scores = get_test_scores([run for run in runs if run["rate"] == rate])
-        base = 100 * read_json(folder / f"{data}-base.json")["scores"]["test"]
-        rows.append((data, base, {"contaccum": scores}))
+        final_scores = get_scores(*(run for run in runs if run["rate"] == rate))
+        base = get_scores(read_json(folder / f"{data}-base.json"))
+        rows.append((data, {"base": base, "contaccum": final_scores}))
 
     figure = Figure(figsize=(9.0, 4.4), layout="constrained")
     axes = figure.subplots()
-    for row, (_, base, methods) in enumerate(rows):
+    for row, (_, methods) in enumerate(rows):
+        [base] = methods.pop("base")
         axes.plot([base] * 2, [row - 0.32, row + 0.32], color="black", linewidth=1.5)
         left = min(base, *list(methods.values())[len(methods) // 2]) - 0.6
         axes.text(left, row, f"{base:.1f}", ha="right", va="center", fontsize=9)
@@ -121,7 +120,7 @@ def draw_gain() -> Figure:
             axes.plot([fmean(scores)], [height], "o", color=color, markersize=7)
             text, end = f"{fmean(scores):.1f}", max(*scores, base)
             axes.text(end + 0.6, height, text, va="center", fontsize=9, color=color)
-    axes.set_yticks(range(len(rows)), [TITLES[data] for data, _, _ in rows])
+    axes.set_yticks(range(len(rows)), [TITLES[data] for data, _ in rows])
     axes.invert_yaxis()
     axes.set_xlabel("nDCG@10 x 100 on test: mean of the seeds, and a small dot per seed")
     axes.set_xlim(58, 102)
@@ -139,18 +138,18 @@ def draw_gain() -> Figure:
 def draw_time() -> Figure:
     """Draw the scores against time: training, and one encoding of the corpus for each method.
 
-    A line joins the base model and the mean over seeds; it is not the course of training, which was
-    scored for one seed only. Query-side training starts when the corpus is encoded. The others
-    encode it later: all end when the corpus can be searched with the trained model.
+    A line joins the base model and the mean over seeds; it is not the course of training.
+    Query-side training starts when the corpus is encoded. The others encode it later: all end when
+    the corpus can be searched with the trained model.
     """
     figure = Figure(figsize=(11.5, 4.6), layout="constrained")
     panels = figure.subplots(1, len(BY_TIME_SETS))
     for axes, data in zip(panels, BY_TIME_SETS, strict=True):
         encoding_minutes = read_encoding_minutes(data)
-        base = read_base_score(data)
+        [base] = get_scores(read_json(RECORDS / "by_time" / data / "base.json"))
         for entry, (label, color) in METHODS.items():
             runs = read_final_runs(data, entry)
-            scores = get_test_scores(runs)
+            scores = get_scores(*runs)
             timed_entry, end = entry, encoding_minutes
             if entry == "contaccum_then_query_side":
                 second_stage = "query_side_corpus"
@@ -171,13 +170,13 @@ def draw_time() -> Figure:
         axes.spines[["top", "right"]].set_visible(False)
     panels[0].set_ylabel("nDCG@10 x 100 on test")
     handles, _ = panels[0].get_legend_handles_labels()
-    failed_label = f"a seed {FAILED_BELOW:.0f} points or more below the best; it counts in the mean"
-    dot = {"color": "black", "marker": "o"}
-    handles += [
-        Line2D([], [], color="black", marker="|", label="base model; encoding of the corpus"),
-        Line2D([], [], **dot, label="mean of three seeds, lowest to highest"),
-        Line2D([], [], **dot, linestyle="", fillstyle="none", markersize=5, label=failed_label),
-    ]
+    failed = f"a seed {FAILED_BELOW:.0f} points or more below the best; it counts in the mean"
+    for style in (
+        {"marker": "|", "label": "base model; encoding of the corpus"},
+        {"marker": "o", "label": "mean of three seeds, lowest to highest"},
+        {"marker": "o", "label": failed, "linestyle": "", "fillstyle": "none", "markersize": 5},
+    ):
+        handles.append(Line2D([], [], color="black", **style))
     figure.legend(handles=handles, loc="outside lower center", ncols=3, frameon=False, fontsize=9)
     return figure
 
@@ -242,47 +241,33 @@ def draw_small_encoders() -> Figure:
     return figure
 
 
-def draw_gpu_memory(card_gb: int = 8) -> Figure:
-    """Draw peak memory against the micro-batch: a line for each encoder and method.
-
-    Args:
-        card_gb: memory of the card whose line is drawn. 1 GB is 1,024 MB, as for the memory of
-            cards.
-    """
+def draw_gpu_memory() -> Figure:
+    """Draw peak memory against the micro-batch: a line for each encoder and method, and a card."""
     figure = Figure(figsize=(7.5, 3.8), layout="constrained")
     axes = figure.subplots()
-    cases = read_json(RECORDS / "gpu" / "update_time.json")["result"]["cases"]
+    cases = read_json(RECORDS / "gpu" / "update_time.json")["result"]["cases"].values()
     cases = sorted(cases, key=lambda case: case["local"])
     for backbone, name in (("minilm", "MiniLM"), ("bert-base", "BERT-base")):
         measured = [case for case in cases if case["backbone"] == backbone]
         sizes = [case["local"] for case in measured]
         for method, (label, style) in MEMORY_LINES.items():
+            # 1 GB is 1,024 MB, as for the memory of cards.
             memory = [case["methods"][method]["peak_mb"] / 1024 for case in measured]
             axes.plot(sizes, memory, style, label=label if backbone == "minilm" else None)
         axes.text(1.15 * sizes[-1], memory[-1], name, va="center")
-    axes.axhline(card_gb, color="black", linewidth=1)
-    axes.text(1, card_gb + 0.1, f"{card_gb} GB card", va="bottom")
+    axes.axhline(CARD_GB, color="black", linewidth=1)
+    axes.text(1, CARD_GB + 0.1, f"{CARD_GB} GB card", va="bottom")
     axes.set_xscale("log", base=2)
     sizes = sorted({case["local"] for case in cases})
     axes.set_xticks(sizes, [str(size) for size in sizes])
     axes.set_xlim(right=2.2 * sizes[-1])
-    axes.set_ylim(0, card_gb + 1)
+    axes.set_ylim(0, CARD_GB + 1)
     axes.set_xlabel("pairs per micro-batch")
     axes.set_ylabel("peak memory, GB")
     axes.grid(alpha=0.3)
     axes.spines[["top", "right"]].set_visible(False)
     figure.legend(loc="outside upper center", ncols=4, frameon=False, fontsize=9)
     return figure
-
-
-FIGURES = {
-    "gain": draw_gain,
-    "time_study": draw_time,
-    "bank_in_use": draw_bank_in_use,
-    "study": draw_small_encoders,
-    "gpu_memory": draw_gpu_memory,
-}
-"""{name of the picture: the function that draws it}"""
 
 
 def main() -> None:
@@ -292,8 +277,15 @@ def main() -> None:
     )
     parser.add_argument("--pictures", type=Path, default=RECORDS.parent / "docs" / "pictures")
     args = parser.parse_args()
-    for name, draw in FIGURES.items():
-        draw().savefig(args.pictures / f"{name}.png", dpi=150)
+    figures = {
+        "gain": draw_gain(),
+        "time_study": draw_time(),
+        "bank_in_use": draw_bank_in_use(),
+        "study": draw_small_encoders(),
+        "gpu_memory": draw_gpu_memory(),
+    }
+    for name, figure in figures.items():
+        figure.savefig(args.pictures / f"{name}.png", dpi=150)
 
 
 if __name__ == "__main__":

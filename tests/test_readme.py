@@ -159,7 +159,7 @@ def make_memory() -> list[str]:
         f"passages of {sizes['passage_length']} tokens",
         f"[an {record['device']['name'].removeprefix('NVIDIA ')}]",
     ]
-    for case in record["result"]["cases"]:
+    for case in record["result"]["cases"].values():
         measured = case["methods"]["contaccum"]
         memory = f"{measured['peak_mb'] / 1024:.1f} GB"
         speed = f"{measured['pairs_per_second']:,.0f}"

@@ -1,82 +1,40 @@
-"""Settings of all parts of benchmarks/gpu.py, and what they share to report errors."""
+"""The device that is measured, its clock and memory, and the time that is left."""
 
 from __future__ import annotations
 
 import gc
 import time
-import traceback
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 
-TEMPERATURE = 0.05
-# Each part is the module of this name in gpu_parts. It is imported when it runs, because some parts
-# need packages that others do not need.
-PARTS = (
-    "update_time",
-    "query_side",
-    "search",
-    "fit",
-    "encoding",
-    "decoder",
-    "loss_exact",
-    "host_syncs",
-    "out_of_memory",
-    "compile",
-    "study_cell",
-)
-PARTS_WITH_SIZES = ("loss_exact", "host_syncs")
-METHOD_SECONDS = 15.0  # of training, for each method of study_cell
-_MAX_REASON_LENGTH = 200  # characters of an error that a record and a page show
+Cases = Iterator[tuple[str, Callable[[], dict[str, Any]]]]
+"""The cases of a part: the name of each, and the function that measures it."""
 
 
-@dataclass(frozen=True)
-class Sizes:
-    """Sizes of the parts in `PARTS_WITH_SIZES`.
-
-    The other parts have sizes of their own, which are in their results.
-    """
-
-    pairs: int = 512  # pairs per update
-    local: int = 8  # pairs per micro-batch
-    hard_negatives: int = 1  # hard negatives per query, in loss_exact
-    dimension: int = 768
-    bank_size: int = 2048
-
-
-TINY = Sizes(pairs=16, local=4, dimension=16, bank_size=32)
-
-
-def discard(result: dict[str, Any]) -> None:
-    """Do nothing with a result."""
+class NotMeasured(Exception):
+    """A case cannot be measured on this machine or in this time; the message gives the reason."""
 
 
 @dataclass(frozen=True)
 class Run:
-    """Settings for the run of a part.
+    """Settings of a call of the program.
 
     Attributes:
-        sizes: sizes of the parts in `PARTS_WITH_SIZES`.
         device: the device that is measured.
-        deadline: time.monotonic() after which no new turn starts.
-        is_tiny: use tiny sizes in the other parts, too, for a dry run.
-        model: folder of a SentenceTransformer for fit and study_cell; None for the default.
-        method_seconds: seconds of training of each method in study_cell; None for the default.
-        save_partial: function that writes the result of the cases that a part has finished, so that
-            they are kept if the program is killed.
+        deadline: time.monotonic() after which no new case and no new turn starts.
+        is_tiny: tiny sizes, for a dry run.
+        model: folder of a SentenceTransformer for the part `fit`; None for the default.
     """
 
-    sizes: Sizes
     device: torch.device
     deadline: float
     is_tiny: bool = False
     model: Path | None = None
-    method_seconds: float | None = None
-    save_partial: Callable[[dict[str, Any]], None] = discard
 
     @property
     def is_cuda(self) -> bool:
@@ -113,42 +71,7 @@ class Run:
         return torch.cuda.max_memory_allocated(self.device) / 2**20
 
 
-class NotMeasured(Exception):
-    """A part cannot be measured on this machine; the message gives the reason."""
-
-
-def format_reason(reason: object) -> str:
-    """Return a reason as one line, shortened if it is long, because tables and lists show it."""
-    line = " ".join(str(reason).split())
-    if len(line) > _MAX_REASON_LENGTH:
-        line = line[: _MAX_REASON_LENGTH - 3] + "..."
-    return line
-
-
-def format_error(error: Exception) -> str:
-    """Return type and message of an error as one line; see `format_reason`."""
-    return format_reason(f"{type(error).__name__}: {error}")
-
-
-@contextmanager
-def collect_error(failures: list[str], case: str) -> Iterator[None]:
-    """Record an error in a ``with`` block, so that the other cases of a part are still measured.
-
-    Args:
-        failures: list to which the error is added.
-        case: name of the case that is measured in the block.
-    """
-    try:
-        yield
-    except NotMeasured:
-        raise
-    except Exception as error:
-        traceback.print_exc()
-        failures.append(f"{case}: {format_error(error)}")
-
-
-def add_failures(result: dict[str, Any], failures: list[str]) -> None:
-    """Add the errors of cases to the result of a part, which then counts as failed."""
-    if failures:
-        result["passed"] = False
-        result["failures"] = failures
+def quartiles(values: np.ndarray | Sequence[float]) -> dict[str, float]:
+    """Return the lower quartile, the median and the upper quartile."""
+    low, median, high = np.quantile(values, [0.25, 0.5, 0.75]).tolist()
+    return {"low": low, "median": median, "high": high}

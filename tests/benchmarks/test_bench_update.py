@@ -15,7 +15,7 @@ def test_bench_update_times_every_method(tmp_path):
     run_program("benchmarks/bench_update.py", *argv, "--device", "cpu")
     result = json.loads(output.read_text())
     records = {record["method"]: record for record in result["records"]}
-    assert list(records) == METHODS
+    assert set(records) == set(METHODS)
     assert records["grad_accum"]["ratio"] == 1
     for record in records.values():
         assert record["seconds"] > 0

@@ -34,7 +34,7 @@ def test_memory_of_a_micro_batch_is_drawn_below_the_line_of_the_card(pictures):
     lines = {line.get_label(): line for line in pictures.draw_gpu_memory().axes[0].get_lines()}
     [memory] = [
         case["methods"]["contaccum"]["peak_mb"]
-        for case in record["result"]["cases"]
+        for case in record["result"]["cases"].values()
         if (case["backbone"], case["local"]) == ("minilm", 128)
     ]
     assert list(lines["contaccum"].get_xdata()) == [1, 8, 32, 128]
