@@ -13,35 +13,33 @@ from __future__ import annotations
 
 import argparse
 import json
+import math
 import os
-import random
 import shlex
 import subprocess
 import sys
-import time
-from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import torch
-from measuring.encoders import BACKBONES, make_features, use_autocast
-from measuring.encoders import make_encoder as make_random_encoder
-from measuring.memory import peak_memory_mb, reset_peak_memory
+from measuring.encoders import BACKBONES, make_encoder, use_autocast
+from measuring.run import Run
 from measuring.updates import (
     BANK_METHODS,
-    CACHED_METHODS,
     METHODS,
-    fill_bank,
-    make_loss,
+    Update,
+    make_filled_loss,
     make_optimizer,
+    measure_turns,
+    run_update,
 )
 
 from contaccum import DualEncoder
 from contaccum.encoders.adapters import add_adapter
 from contaccum.files import provenance, write_json
 
-Cell = tuple[int, str, int]  # pairs per update, method, rows of the bank
+Cell = tuple[int, str, int]
+"""Pairs per update, method, rows of the bank."""
 
 
 def parse_arguments() -> argparse.Namespace:
@@ -76,10 +74,10 @@ def parse_arguments() -> argparse.Namespace:
     return options
 
 
-def make_encoder(options: argparse.Namespace) -> DualEncoder:
-    """Create an encoder with random weights in train mode, under autocast if needed."""
-    shape = BACKBONES[options.backbone]
-    model = make_random_encoder(shape, options.device, tied=not options.untied)
+def load_model(options: argparse.Namespace) -> DualEncoder:
+    """Return an encoder with random weights in train mode, under autocast if needed."""
+    torch.manual_seed(0)
+    model = make_encoder(options.backbone, options.device, tied=not options.untied)
     if options.lora_r:
         add_adapter(model, options.lora_r)
     if options.gradient_checkpointing:
@@ -88,118 +86,37 @@ def make_encoder(options: argparse.Namespace) -> DualEncoder:
     return model.train()
 
 
-class Update:
-    """Updates of one method. All methods share the model and the optimizer."""
-
-    def __init__(
-        self,
-        options: argparse.Namespace,
-        model: DualEncoder,
-        optimizer: torch.optim.Optimizer,
-        cell: Cell,
-    ) -> None:
-        total, method, bank_size = cell
-        self.options = options
-        self.optimizer = optimizer
-        uses_one_batch = method == "in_batch" or method in CACHED_METHODS
-        self.batch_size = total if uses_one_batch else options.local
-        self.num_micro_steps = total // self.batch_size
-        self.loss = make_loss(method, model, options.local, bank_size).train()
-        fill_bank(self.loss, self.make_features(), model.get_embedding_dimension())
-
-    def make_features(self) -> list[dict[str, Any]]:
-        """Return random token ids of queries and passages."""
-        options = self.options
-        return make_features(
-            BACKBONES[options.backbone].vocabulary,
-            self.batch_size,
-            options.query_length,
-            options.passage_length,
-            options.device,
-        )
-
-    def run(self) -> None:
-        """Do one update."""
-        for _ in range(self.num_micro_steps):
-            loss = self.loss(self.make_features(), None)
-            (loss / self.num_micro_steps).backward()
-        self.optimizer.step()
-        self.optimizer.zero_grad()
-
-
-def measure_seconds(update: Update) -> float:
-    """Run an update and return its seconds, including the work of the device."""
-    is_cuda = torch.device(update.options.device).type == "cuda"
-    if is_cuda:
-        torch.cuda.synchronize()
-    started = time.perf_counter()
-    update.run()
-    if is_cuda:
-        torch.cuda.synchronize()
-    return time.perf_counter() - started
-
-
-def make_cells(options: argparse.Namespace, total: int) -> list[Cell]:
-    """Return all combinations of method and bank size for one number of pairs per update."""
-    cells = []
-    for method in options.methods:
-        bank_sizes = options.bank if method in BANK_METHODS else [0]
-        cells += [(total, method, bank_size) for bank_size in bank_sizes]
-    return cells
+def make_update(options: argparse.Namespace, cell: Cell) -> Update:
+    """Return the update of a cell."""
+    total, method, bank_size = cell
+    lengths = (options.query_length, options.passage_length)
+    vocabulary = BACKBONES[options.backbone].vocabulary
+    return Update(method, total, options.local, bank_size, *lengths, vocabulary)
 
 
 def measure(options: argparse.Namespace) -> list[dict[str, Any]]:
     """Measure all cells; return quartiles of seconds, ratios to grad_accum and peak memory."""
-    torch.manual_seed(0)
-    model = make_encoder(options)
-    optimizer = make_optimizer(model)
-    order = random.Random(0)
+    model = load_model(options)
+    run = Run(torch.device(options.device), deadline=math.inf)
     records = []
     for total in options.total:
-        cells = make_cells(options, total)
-        updates = {cell: Update(options, model, optimizer, cell) for cell in cells}
-        seconds: dict[Cell, list[float]] = {cell: [] for cell in cells}
-        for turn in range(options.repeats + 1):
-            for cell in order.sample(cells, len(cells)):
-                measured = measure_seconds(updates[cell])
-                if turn > 0:  # the first turn is the warm-up
-                    seconds[cell].append(measured)
-            print(f"total {total}: turn {turn} of {options.repeats}", file=sys.stderr)
-        del updates
-        baseline = seconds.get((total, "grad_accum", 0))
-        records += [summarise(cell, seconds[cell], baseline) for cell in cells]
-    if not options.no_memory:
-        for record in records:
-            record["memory_mb"] = measure_peak((record["total"], record["method"], record["bank"]))
+        cells: list[Cell] = []
+        # The baseline is the first one.
+        for method in sorted(options.methods, key=lambda name: name != "grad_accum"):
+            bank_sizes = options.bank if method in BANK_METHODS else [0]
+            cells += [(total, method, bank_size) for bank_size in bank_sizes]
+        updates = {str(cell): make_update(options, cell) for cell in cells}
+        figures = measure_turns(model, updates, options.repeats, run)
+        for cell in cells:
+            low, median, high = figures[str(cell)]["seconds"].values()
+            record = dict(zip(("total", "method", "bank"), cell, strict=True))
+            record |= {"seconds": median, "seconds_low": low, "seconds_high": high}
+            if "grad_accum" in options.methods:
+                record["ratio"] = figures[str(cell)]["ratio"]["median"]
+            if not options.no_memory:
+                record["memory_mb"] = measure_peak(cell)
+            records.append(record)
     return records
-
-
-def summarise(
-    cell: Cell,
-    seconds: Sequence[float],
-    baseline: Sequence[float] | None,
-) -> dict[str, Any]:
-    """Return the record of a cell.
-
-    Args:
-        cell: pairs per update, method and bank size.
-        seconds: seconds of each turn.
-        baseline: seconds of grad_accum in the same turns; None: grad_accum is not measured.
-    """
-    total, method, bank_size = cell
-    low, median, high = np.quantile(seconds, [0.25, 0.5, 0.75]).tolist()
-    ratio = None
-    if baseline is not None:
-        ratio = float(np.median(np.array(seconds) / np.array(baseline)))
-    return {
-        "total": total,
-        "method": method,
-        "bank": bank_size,
-        "seconds": median,
-        "seconds_low": low,
-        "seconds_high": high,
-        "ratio": ratio,
-    }
 
 
 def measure_peak(cell: Cell) -> float:
@@ -218,14 +135,27 @@ def measure_peak(cell: Cell) -> float:
 
 
 def print_peak(options: argparse.Namespace) -> None:
-    """Measure and print the peak memory of one cell."""
+    """Measure and print the peak memory of one cell.
+
+    For a GPU this is the peak of the allocated memory, for a CPU the peak of the process's resident
+    memory, which Linux reports.
+    """
+    model = load_model(options)
+    run = Run(torch.device(options.device), deadline=math.inf)
     total, method, bank_size = json.loads(options.peak_of)
-    model = make_encoder(options)
-    update = Update(options, model, make_optimizer(model), (total, method, bank_size))
-    reset_peak_memory(options.device)
-    update.run()
-    update.run()
-    print(peak_memory_mb(options.device))
+    update = make_update(options, (total, method, bank_size))
+    loss_fn = make_filled_loss(update, model, run)
+    optimizer = make_optimizer(model)
+    if not run.is_cuda:
+        Path("/proc/self/clear_refs").write_text("5", encoding="ascii")  # reset the peak
+    peaks = [run_update(update, loss_fn, optimizer, run)["peak_mb"] for _ in range(2)]
+    if run.is_cuda:
+        print(max(peaks))
+        return
+    # getrusage cannot be used: its peak includes the peak of the parent process.
+    status = Path("/proc/self/status").read_text(encoding="ascii")
+    [line] = [line for line in status.splitlines() if line.startswith("VmHWM")]
+    print(int(line.split()[1]) / 2**10)
 
 
 def main() -> None:
@@ -242,9 +172,9 @@ def main() -> None:
             values.append(f"{name} {text}")
         print(", ".join(values))
     if options.output:
-        settings = dict(vars(options))
-        del settings["output"]
-        del settings["peak_of"]
+        settings = {
+            name: x for name, x in vars(options).items() if name not in ("output", "peak_of")
+        }
         content = {
             "command": shlex.join(["python", *sys.argv]),
             "settings": settings,

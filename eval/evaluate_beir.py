@@ -20,7 +20,7 @@ import json
 import os
 import shlex
 import sys
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -118,34 +118,38 @@ def _use_pool(encode: Callable[..., Any], pool: Any, batch_size: int) -> Callabl
     return encode_in_pool
 
 
-def evaluate_sets(
-    model: DualEncoder, files: Mapping[str, Path], args: argparse.Namespace
-) -> dict[str, dict[str, Any]]:
-    """Evaluate the model on each set; return {label of a set: its record}."""
-    records = {}
-    for label, source in evaluation_sets(args.data).items():
-        records[label] = evaluate_once(
-            model,
-            load_data(source, args.split),
-            files[label],
-            args.k_values,
-            args.model,
-            index=args.index,
-            index_parameters=args.index_parameters,
-            batch_size=args.batch_size,
-            similarity=args.similarity,
-            precision=args.precision,
+def main() -> None:
+    """Evaluate a model on all sets, and write table.md and table.json into the output folder."""
+    args = parse_arguments()
+    num_gpus = select_gpus(args.gpus)
+    devices = [f"cuda:{number}" for number in range(num_gpus)] or ["cpu"]
+    k_values = check_k_values(args.k_values)
+    metrics = check_metrics(args.metrics, k_values)
+    if len(devices) > 1 and args.precision != "float32":
+        # Several GPUs are used by several processes, and autocast does not reach other processes.
+        raise ConfigError(
+            f"--precision {args.precision} works with one GPU only; "
+            "set --gpus 1 or remove --precision"
         )
-    return records
-
-
-def write_tables(
-    args: argparse.Namespace,
-    devices: Sequence[str],
-    files: Mapping[str, Path],
-    records: Mapping[str, Mapping[str, Any]],
-) -> str:
-    """Write table.md and table.json into the output folder; return the tables as markdown."""
+    args.output.mkdir(parents=True, exist_ok=True)
+    model = DualEncoder.from_pretrained(args.model, device=devices[0])
+    files = {}
+    records = {}
+    with encode_on_devices(model, devices, args.batch_size):
+        for label, source in evaluation_sets(args.data).items():
+            files[label] = args.output / f"{label.replace('/', '-')}.json"
+            records[label] = evaluate_once(
+                model,
+                load_data(source, args.split),
+                files[label],
+                k_values,
+                args.model,
+                index=args.index,
+                index_parameters=args.index_parameters,
+                batch_size=args.batch_size,
+                similarity=args.similarity,
+                precision=args.precision,
+            )
     rows = table_rows(files, records)
     first = next(iter(records.values()))
     command = shlex.join(["python", *sys.argv])
@@ -155,40 +159,17 @@ def write_tables(
         "index": args.index,
         "index_parameters": args.index_parameters,
         "precision": args.precision,
-        "devices": list(devices),
+        "devices": devices,
         "sets": rows,
         "mean": mean_metrics(rows),
         "versions": first["versions"],
         "git_commit": first["git_commit"],
     }
     (args.output / "table.json").write_text(json.dumps(content, indent=1) + "\n", encoding="utf-8")
-    text = f"{sets_table(rows, args.metrics)}\n"
+    text = f"{sets_table(rows, metrics)}\n"
     page = f"# {args.model} on BEIR\n\n`{command}`\n\n{text}"
     (args.output / "table.md").write_text(page, encoding="utf-8")
-    return text
-
-
-def main() -> None:
-    """Evaluate a model on all sets and write the tables."""
-    args = parse_arguments()
-    num_gpus = select_gpus(args.gpus)
-    devices = [f"cuda:{number}" for number in range(num_gpus)] or ["cpu"]
-    args.k_values = check_k_values(args.k_values)
-    args.metrics = check_metrics(args.metrics, args.k_values)
-    if len(devices) > 1 and args.precision != "float32":
-        # Several GPUs are used by several processes, and autocast does not reach other processes.
-        raise ConfigError(
-            f"--precision {args.precision} works with one GPU only; "
-            "set --gpus 1 or remove --precision"
-        )
-    args.output.mkdir(parents=True, exist_ok=True)
-    files = {}
-    for label in evaluation_sets(args.data):
-        files[label] = args.output / f"{label.replace('/', '-')}.json"
-    model = DualEncoder.from_pretrained(args.model, device=devices[0])
-    with encode_on_devices(model, devices, args.batch_size):
-        records = evaluate_sets(model, files, args)
-    print(write_tables(args, devices, files, records))
+    print(text)
     print(f"written: {args.output / 'table.md'} and {args.output / 'table.json'}")
 
 

@@ -17,20 +17,19 @@ import random
 import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass
-from itertools import pairwise
+from dataclasses import dataclass
+from functools import partial
 from typing import Any
 from unittest.mock import patch
 
 import torch
 from accelerate.utils import TorchDynamoPlugin
-from measuring.encoders import BACKBONES, make_encoder, make_features, use_autocast
-from measuring.updates import fill_bank, make_loss, make_optimizer
+from measuring.encoders import BACKBONES, make_encoder, use_autocast
+from measuring.run import Cases, Run, quartiles
+from measuring.updates import Update, make_filled_loss, make_optimizer, run_update
 from torch._dynamo.utils import counters
 
-from contaccum import ContAccumLoss, DualEncoder
-from gpu_parts.settings import NotMeasured, Run
-from gpu_parts.turns import UpdateSizes, quartiles, run_update
+from contaccum import DualEncoder
 
 MODES = {"compiled": "default", "compiled, CUDA graphs": "reduce-overhead"}
 """{encoder: mode of `torch.compile`}."""
@@ -38,7 +37,7 @@ ENCODERS = ("eager", *MODES)
 
 
 @dataclass(frozen=True)
-class CompileSizes:
+class Sizes:
     """Sizes of this part."""
 
     backbone: str = "minilm"
@@ -51,14 +50,32 @@ class CompileSizes:
     turns: int = 3  # timed updates for each length
 
 
-TINY = CompileSizes("tiny", "eager", 8, 4, 16, ((4, 8), (5, 9)), 2)
+SIZES = Sizes()
+TINY = Sizes("tiny", "eager", 8, 4, 16, ((4, 8), (5, 9)), 2)
 
 
-def measure(run: Run) -> dict[str, Any]:
-    """Time updates with and without compiling in turns, for several lengths."""
-    sizes = TINY if run.is_tiny else CompileSizes()
+def list_cases(sizes: Sizes, run: Run) -> Cases:
+    """Yield the lengths, one after the other, for encoders with and without compiling."""
+    first = (sizes.pairs, sizes.local, sizes.bank_size)
+    vocabulary = BACKBONES[sizes.backbone].vocabulary
+    updates = [Update("contaccum", *first, *pair, vocabulary) for pair in sizes.lengths]
     with use_empty_caches():
-        return measure_lengths(sizes, run)
+        torch.manual_seed(0)
+        model = make_encoder(sizes.backbone, run.device)
+        use_autocast(model, "bfloat16")
+        model.train()
+        torch._dynamo.reset()
+        counters.clear()
+        losses = {name: make_filled_loss(updates[0], model, run) for name in ENCODERS}
+        # As in accelerate's `Accelerator.prepare_model`. sentence-transformers' trainer then
+        # replaces the model of a loss that exists already.
+        for name, mode in MODES.items():
+            plugin = TorchDynamoPlugin(backend=sizes.backend, mode=mode)
+            losses[name].model = torch.compile(model, **plugin.to_kwargs())
+        optimizer = make_optimizer(model)
+        for update in updates:
+            measure = partial(measure_length, model, update, sizes.turns, losses, optimizer, run)
+            yield f"{update.query_length}, {update.passage_length}", measure
 
 
 @contextmanager
@@ -72,104 +89,52 @@ def use_empty_caches() -> Iterator[None]:
             "TRITON_CACHE_DIR": os.path.join(folder, "triton"),
         }
         with patch.dict(os.environ, folders):
-            yield
-
-
-def measure_lengths(sizes: CompileSizes, run: Run) -> dict[str, Any]:
-    """Time updates with and without compiling, one length after the other."""
-    torch.manual_seed(0)
-    model = make_encoder(BACKBONES[sizes.backbone], run.device)
-    use_autocast(model, "bfloat16")
-    model.train()
-    torch._dynamo.reset()
-    counters.clear()
-    losses = {name: make_filled_loss(model, sizes, run) for name in ENCODERS}
-    # As in accelerate's `Accelerator.prepare_model`. sentence-transformers' trainer then replaces
-    # the model of a loss that exists already.
-    for name, mode in MODES.items():
-        plugin = TorchDynamoPlugin(backend=sizes.backend, mode=mode)
-        losses[name].model = torch.compile(model, **plugin.to_kwargs())
-    optimizer = make_optimizer(model)
-    results: list[dict[str, Any]] = []
-    result: dict[str, Any] = {"sizes": asdict(sizes), "lengths": results}
-    for query_length, passage_length in sizes.lengths:
-        if not run.has_time():
-            break
-        update_sizes = UpdateSizes(
-            sizes.pairs, sizes.local, sizes.bank_size, query_length, passage_length, sizes.turns
-        )
-        results.append(measure_length(model, losses, optimizer, update_sizes, run))
-        run.save_partial(result)
-    if not results:
-        raise NotMeasured("the time was over before the first length; increase --minutes")
-    result["graph_breaks"] = sum(counters["graph_break"].values())
-    result["embedding_difference"] = {
-        name: compare_embeddings(model, losses[name].model, sizes, run) for name in MODES
-    }
-    torch._dynamo.reset()  # the compiled graphs hold memory
-    num_missing = len(sizes.lengths) - len(results)
-    if num_missing > 0:
-        result["not_run"] = f"{num_missing} of {len(sizes.lengths)} lengths: the time was over"
-    return result
-
-
-def make_filled_loss(model: DualEncoder, sizes: CompileSizes, run: Run) -> ContAccumLoss:
-    """Create the loss of contaccum with a filled bank."""
-    loss_fn = make_loss("contaccum", model, sizes.local, sizes.bank_size).train()
-    vocabulary = BACKBONES[sizes.backbone].vocabulary
-    query_length, passage_length = sizes.lengths[0]
-    features = make_features(vocabulary, sizes.local, query_length, passage_length, run.device)
-    fill_bank(loss_fn, features, model.get_embedding_dimension())
-    return loss_fn
-
-
-def compare_embeddings(
-    model: DualEncoder, compiled_model: Any, sizes: CompileSizes, run: Run
-) -> float:
-    """Return the relative difference between embeddings of the compiled and the eager encoder."""
-    vocabulary = BACKBONES[sizes.backbone].vocabulary
-    query_length, passage_length = sizes.lengths[0]
-    batch = make_features(vocabulary, sizes.local, query_length, passage_length, run.device)
-    # A copy for each call, because a model adds its outputs to the features.
-    expected = model(dict(batch[1]))["sentence_embedding"].detach().float()
-    embeddings = compiled_model(dict(batch[1]))["sentence_embedding"].detach().float()
-    return float((embeddings - expected).norm() / expected.norm())
+            try:
+                yield
+            finally:
+                torch._dynamo.reset()  # the compiled graphs hold memory
 
 
 def measure_length(
     model: DualEncoder,
-    losses: dict[str, ContAccumLoss],
+    update: Update,
+    num_turns: int,
+    losses: dict[str, Any],
     optimizer: torch.optim.Optimizer,
-    sizes: UpdateSizes,
     run: Run,
 ) -> dict[str, Any]:
     """Time the first update with new lengths, and then updates in turns."""
-    vocabulary = model[0].model.config.vocab_size
-    num_graphs = [counters["stats"]["unique_graphs"]]
+    num_breaks = sum(counters["graph_break"].values())
     first_seconds = {}
+    new_graphs = {}
     for name in ENCODERS:
-        figures = run_update("contaccum", losses[name], optimizer, vocabulary, sizes, run)
-        first_seconds[name] = figures["seconds"]
-        num_graphs.append(counters["stats"]["unique_graphs"])
+        num_graphs = counters["stats"]["unique_graphs"]
+        first_seconds[name] = run_update(update, losses[name], optimizer, run)["seconds"]
+        new_graphs[name] = counters["stats"]["unique_graphs"] - num_graphs
     order = random.Random(0)
     seconds: dict[str, list[float]] = {name: [] for name in ENCODERS}
     peaks_mb: dict[str, float | None] = {}
-    for _ in range(sizes.turns):
+    for _ in range(num_turns):
         for name in order.sample(ENCODERS, len(ENCODERS)):
-            figures = run_update("contaccum", losses[name], optimizer, vocabulary, sizes, run)
-            seconds[name].append(figures["seconds"] or 0.0)
+            figures = run_update(update, losses[name], optimizer, run)
+            seconds[name].append(figures["seconds"])
             peaks_mb[name] = figures["peak_mb"]
     ratios = {}
+    differences = {}
+    _, passages = update.make_batch(update.local, run)
+    # A copy for each call, because a model adds its outputs to the features.
+    expected = model(dict(passages))["sentence_embedding"].detach().float()
     for name in MODES:
         pairs_of_seconds = zip(seconds[name], seconds["eager"], strict=True)
         ratios[name] = quartiles([compiled / eager for compiled, eager in pairs_of_seconds])
-    new_graphs = [after - before for before, after in pairwise(num_graphs)]
+        embeddings = losses[name].model(dict(passages))["sentence_embedding"].detach().float()
+        differences[name] = float((embeddings - expected).norm() / expected.norm())
     return {
-        "query_length": sizes.query_length,
-        "passage_length": sizes.passage_length,
         "first_seconds": first_seconds,
         "seconds": {name: quartiles(values) for name, values in seconds.items()},
         "ratio": ratios,
         "peak_mb": peaks_mb,
-        "new_graphs": dict(zip(ENCODERS, new_graphs, strict=True)),
+        "new_graphs": new_graphs,
+        "graph_breaks": sum(counters["graph_break"].values()) - num_breaks,
+        "embedding_difference": differences,
     }

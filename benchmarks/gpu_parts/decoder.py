@@ -8,26 +8,26 @@ to bfloat16. Micro-batches have one pair or two, as on a small GPU.
 from __future__ import annotations
 
 import tempfile
-from collections.abc import Iterator
-from dataclasses import asdict, dataclass
-from pathlib import Path
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import cache, partial
 from typing import Any
 
 import torch
 from measuring.encoders import BACKBONES, make_encoder, use_autocast
+from measuring.run import Cases, NotMeasured, Run
+from measuring.updates import Update, measure_turns
 
 from contaccum import DualEncoder
 from contaccum.errors import ConfigError
 from contaccum.settings import Settings
 from contaccum.training.setup import load_model
-from gpu_parts.settings import NotMeasured, Run, add_failures, collect_error, format_reason
-from gpu_parts.turns import UpdateSizes, measure_methods
 
 METHODS = ("grad_accum", "grad_cache", "contaccum", "contaccum_cached")
 
 
 @dataclass(frozen=True)
-class DecoderSizes:
+class Sizes:
     """Sizes of this part."""
 
     backbone: str = "decoder-0.6b"
@@ -40,114 +40,58 @@ class DecoderSizes:
     turns: int = 2
 
 
-TINY = DecoderSizes(
-    "decoder-tiny", rank=2, pairs=4, bank_size=16, query_length=4, passage_length=6, turns=1
-)
+SIZES = Sizes()
+TINY = Sizes("decoder-tiny", 2, 4, (1, 2), 16, 4, 6, 1)
 
 
-def measure(run: Run) -> dict[str, Any]:
-    """Time updates of all methods, for each adapter and each size of a micro-batch."""
-    sizes = TINY if run.is_tiny else DecoderSizes()
-    adapters: dict[str, Any] = {}
-    failures: list[str] = []
-    missing: list[str] = []
-    result: dict[str, Any] = {"sizes": asdict(sizes), "adapters": adapters}
+def list_cases(sizes: Sizes, run: Run) -> Cases:
+    """Yield a case for each adapter and size of a micro-batch."""
     with tempfile.TemporaryDirectory() as folder:
-        write_decoder(sizes, Path(folder))
+        # With random weights in bfloat16, as Qwen3-Embedding-0.6B is published.
+        torch.manual_seed(0)
+        model = make_encoder(sizes.backbone, "cpu", dtype="bfloat16")
+        model.save_pretrained(folder, create_model_card=False)
+        del model
         for adapter in ("lora", "qlora"):
-            with collect_error(failures, adapter):
-                try:
-                    for figures in measure_adapter(adapter, Path(folder), sizes, run):
-                        adapters[adapter] = figures
-                        add_failures(result, failures)
-                        run.save_partial(result)
-                    missing += list_missing_cases(adapter, adapters[adapter])
-                except (ConfigError, NotMeasured) as error:
-                    # ConfigError: bitsandbytes is not installed, or there is no GPU.
-                    missing.append(f"{adapter}: {format_reason(error)}")
-            run.free_memory()
-    if not adapters and not failures:
-        raise NotMeasured("; ".join(missing))
-    if missing:
-        result["not_run"] = "; ".join(missing)
-    add_failures(result, failures)
-    return result
+            load = cache(partial(load_decoder, adapter, folder, sizes, run))
+            for local in sizes.micro_batches:
+                yield (
+                    f"{adapter}, n={local}",
+                    partial(measure_case, load, adapter, local, sizes, run),
+                )
 
 
-def list_missing_cases(adapter: str, figures: dict[str, Any]) -> list[str]:
-    """Return a text for each case of an adapter that was not measured, or not in all turns."""
-    texts = []
-    for local, case in figures["micro_batches"].items():
-        if "not_run" in case:
-            texts.append(f"{adapter}, n={local}: {case['not_run']}")
-    return texts
-
-
-def write_decoder(sizes: DecoderSizes, folder: Path) -> None:
-    """Write the decoder with random weights in bfloat16, as Qwen3-Embedding-0.6B is published."""
-    torch.manual_seed(0)
-    model = make_encoder(BACKBONES[sizes.backbone], "cpu", dtype="bfloat16")
-    model.save_pretrained(str(folder), create_model_card=False)
-
-
-def load_decoder(adapter: str, folder: Path, sizes: DecoderSizes, run: Run) -> DualEncoder:
-    """Load the decoder as `contaccum train` does with ``lora_r`` and ``load_in_4bit``.
+def load_decoder(adapter: str, folder: str, sizes: Sizes, run: Run) -> tuple[DualEncoder, Any]:
+    """Load the decoder as `contaccum train` does; return it and its figures.
 
     Raises:
-        ConfigError: 4 bits are not possible on this machine.
-    """
-    is_quantized = adapter == "qlora"
-    settings = Settings(model=str(folder), lora_r=sizes.rank, load_in_4bit=is_quantized)
-    model = load_model(settings, str(run.device))
-    model.gradient_checkpointing_enable()
-    use_autocast(model, "bfloat16")
-    return model.train()
-
-
-def measure_adapter(
-    adapter: str, folder: Path, sizes: DecoderSizes, run: Run
-) -> Iterator[dict[str, Any]]:
-    """Time updates of all methods with an adapter, for each size of a micro-batch.
-
-    Yields:
-        The figures of the adapter so far, after each size of a micro-batch.
-
-    Raises:
-        NotMeasured: the time was over before the first turn.
+        NotMeasured: 4 bits are not possible on this machine.
     """
     run.reset_peak()
-    model = load_decoder(adapter, folder, sizes, run)
-    micro_batches: dict[str, Any] = {}
-    trained = [p.numel() for p in model.parameters() if p.requires_grad]
+    settings = Settings(model=folder, lora_r=sizes.rank, load_in_4bit=adapter == "qlora")
+    try:
+        model = load_model(settings, str(run.device))
+    except ConfigError as error:  # bitsandbytes is not installed, or there is no GPU
+        raise NotMeasured(str(error)) from error
+    model.gradient_checkpointing_enable()
+    use_autocast(model, "bfloat16")
+    weights = list(model.parameters())
     figures = {
-        "weights_mb": count_weight_bytes(model) / 2**20,
-        "trained_weights": sum(trained),
+        # Weights in 4 bits are stored as two in a byte.
+        "weights_mb": sum(weight.numel() * weight.element_size() for weight in weights) / 2**20,
+        "trained_weights": sum(weight.numel() for weight in weights if weight.requires_grad),
         "load_peak_mb": run.read_peak_mb(),
-        "micro_batches": micro_batches,
     }
-    for local in sizes.micro_batches:
-        update_sizes = UpdateSizes(
-            sizes.pairs,
-            local,
-            sizes.bank_size,
-            sizes.query_length,
-            sizes.passage_length,
-            sizes.turns,
-        )
-        vocabulary = BACKBONES[sizes.backbone].vocabulary
-        try:
-            micro_batches[str(local)] = measure_methods(
-                model, vocabulary, METHODS, update_sizes, run
-            )
-        except NotMeasured as error:
-            micro_batches[str(local)] = {"not_run": str(error)}
-        else:
-            yield figures
-        run.free_memory()
-    if not any("methods" in case for case in micro_batches.values()):
-        raise NotMeasured("the time was over before the first turn; increase --minutes")
+    return model.train(), figures
 
 
-def count_weight_bytes(model: DualEncoder) -> int:
-    """Return the bytes of all weights; weights in 4 bits are stored as two in a byte."""
-    return sum(weight.numel() * weight.element_size() for weight in model.parameters())
+def measure_case(
+    load: Callable[[], tuple[DualEncoder, Any]], adapter: str, local: int, sizes: Sizes, run: Run
+) -> dict[str, Any]:
+    """Time updates of all methods with an adapter and a size of a micro-batch."""
+    model, figures = load()
+    lengths = (sizes.query_length, sizes.passage_length)
+    rest = (sizes.pairs, local, sizes.bank_size, *lengths, BACKBONES[sizes.backbone].vocabulary)
+    updates = {method: Update(method, *rest) for method in METHODS}
+    methods = measure_turns(model, updates, sizes.turns, run)
+    return {"backbone": adapter, "local": local, **figures, "methods": methods}

@@ -11,27 +11,25 @@ import json
 import math
 import tempfile
 import time
-from collections.abc import Iterator
 from contextlib import nullcontext
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
-# The store needs pyarrow. Without it, each case would fail only after its forward passes.
-import pyarrow  # noqa: F401
 import torch
-from measuring.encoders import BACKBONES, make_encoder, make_features, make_texts, make_words
+from measuring.encoders import BACKBONES, make_encoder, make_features, make_texts
+from measuring.run import Cases, Run
 
 from contaccum import DualEncoder
 from contaccum.retrieval.encode import CorpusEncoder, encode_texts
-from gpu_parts.settings import NotMeasured, Run, add_failures, collect_error
 
 PRECISIONS = ("float32", "bfloat16")
 _NUM_TRIAL_BATCHES = 2  # forward passes that tell how many take long enough
 
 
 @dataclass(frozen=True)
-class EncodingSizes:
+class Sizes:
     """Sizes of this part."""
 
     backbones: tuple[str, ...] = ("minilm", "bert-base")
@@ -44,88 +42,62 @@ class EncodingSizes:
     max_tokens: int = 1_000_000
 
 
-TINY = EncodingSizes(("tiny", "decoder-tiny"), (4, 8), 4, 50, 0.0, 3, 40)
+SIZES = Sizes()
+TINY = Sizes(("tiny", "decoder-tiny"), (4, 8), 4, 50, 0.0, 3, 40)
 
 
-def measure(run: Run) -> dict[str, Any]:
-    """Measure all backbones, precisions and lengths."""
-    sizes = TINY if run.is_tiny else EncodingSizes()
-    cases: list[dict[str, Any]] = []
-    failures: list[str] = []
-    result: dict[str, Any] = {"sizes": asdict(sizes), "cases": cases}
-    num_cases = len(sizes.backbones) * len(PRECISIONS) * len(sizes.lengths)
+def list_cases(sizes: Sizes, run: Run) -> Cases:
+    """Yield a case for each backbone, precision and length of the texts."""
     for backbone in sizes.backbones:
-        if not run.has_time():
-            break
-        with collect_error(failures, backbone):
-            for case in measure_backbone(backbone, sizes, run):
-                cases.append(case)
-                add_failures(result, failures)
-                run.save_partial(result)
-        run.free_memory()
-    if not cases and not failures:
-        raise NotMeasured("the time was over before the first case; increase --minutes")
-    if len(cases) < num_cases:
-        result["not_run"] = f"{num_cases - len(cases)} of {num_cases} cases"
-    add_failures(result, failures)
-    return result
+        torch.manual_seed(0)
+        model = make_encoder(
+            backbone,
+            run.device,
+            num_words=sizes.num_words,
+            passage_max_length=max(sizes.lengths),
+        )
+        for precision in PRECISIONS:
+            for length in sizes.lengths:
+                measure = partial(measure_case, backbone, model, precision, length, sizes, run)
+                yield f"{backbone}, {precision}, {length} tokens", measure
 
 
-def measure_backbone(backbone: str, sizes: EncodingSizes, run: Run) -> Iterator[dict[str, Any]]:
-    """Yield the rates of a backbone in each precision, for each length of the texts."""
-    torch.manual_seed(0)
-    model = make_encoder(
-        BACKBONES[backbone],
-        run.device,
-        words=make_words(sizes.num_words),
-        passage_max_length=max(sizes.lengths),
-    )
-    for precision in PRECISIONS:
-        for length in sizes.lengths:
-            if not run.has_time():
-                return
-            run.reset_peak()
-            forward = measure_forward(backbone, model, length, precision, sizes, run)
-            forward_rate = sizes.batch_size / forward["seconds_per_batch"]
-            # Full batches only, as in the forward passes alone.
-            max_batches = max(1, sizes.max_tokens // (length * sizes.batch_size))
-            num_texts = min(forward["batches"], max_batches) * sizes.batch_size
-            texts = make_texts(num_texts, length, sizes.num_words)
-            product = measure_corpus_encoder(model, texts, precision, sizes, run)
-            product_rate = num_texts / product["seconds"]
-            yield {
-                "backbone": backbone,
-                "precision": precision,
-                "tokens_per_text": length,
-                "texts": num_texts,
-                "encode_texts_per_second": product_rate,
-                "encode_tokens_per_second": product_rate * length,
-                "forward_batches": forward["batches"],
-                "forward_texts_per_second": forward_rate,
-                "forward_tokens_per_second": forward_rate * length,
-                "share_of_forward": product_rate / forward_rate,
-                "tokenize_texts_per_second": measure_tokenizing(model, texts, sizes),
-                "fingerprint_seconds": product["fingerprint_seconds"],
-                "peak_mb": run.read_peak_mb(),
-            }
+def measure_case(
+    backbone: str, model: DualEncoder, precision: str, length: int, sizes: Sizes, run: Run
+) -> dict[str, Any]:
+    """Return the rates of a backbone in a precision, for texts of a length."""
+    run.reset_peak()
+    num_batches, batch_seconds = measure_forward(backbone, model, length, precision, sizes, run)
+    forward_rate = sizes.batch_size / batch_seconds
+    # Full batches only, as in the forward passes alone.
+    max_batches = max(1, sizes.max_tokens // (length * sizes.batch_size))
+    num_texts = min(num_batches, max_batches) * sizes.batch_size
+    texts = make_texts(num_texts, length, sizes.num_words)
+    encode_rate = num_texts / measure_corpus_encoder(model, texts, precision, sizes, run)
+    return {
+        "backbone": backbone,
+        "precision": precision,
+        "tokens_per_text": length,
+        "texts": num_texts,
+        "encode_texts_per_second": encode_rate,
+        "encode_tokens_per_second": encode_rate * length,
+        "forward_batches": num_batches,
+        "forward_texts_per_second": forward_rate,
+        "share_of_forward": encode_rate / forward_rate,
+        "peak_mb": run.read_peak_mb(),
+    }
 
 
 def measure_corpus_encoder(
-    model: DualEncoder, texts: list[str], precision: str, sizes: EncodingSizes, run: Run
-) -> dict[str, float]:
-    """Encode a corpus into a store, as `contaccum encode` does.
-
-    Returns:
-        Seconds of encoding, and seconds of hashing all weights before it.
-    """
+    model: DualEncoder, texts: list[str], precision: str, sizes: Sizes, run: Run
+) -> float:
+    """Encode a corpus into a store, as `contaccum encode` does; return the seconds."""
     encode_texts(model, texts[: sizes.batch_size], "document", sizes.batch_size, precision)
     with tempfile.TemporaryDirectory() as folder:
         corpus = Path(folder, "corpus.jsonl")
         with corpus.open("w", encoding="utf-8") as file:
             for number, text in enumerate(texts):
                 file.write(json.dumps({"_id": str(number), "text": text}) + "\n")
-        run.synchronize()
-        started = time.perf_counter()
         encoder = CorpusEncoder(
             model,
             "random weights",
@@ -134,22 +106,16 @@ def measure_corpus_encoder(
             batch_size=sizes.batch_size,
             precision=precision,
         )
-        fingerprint_seconds = time.perf_counter() - started
+        run.synchronize()
         started = time.perf_counter()
         encoder.encode(show_progress=False)
         run.synchronize()
-        seconds = time.perf_counter() - started
-    return {"seconds": seconds, "fingerprint_seconds": fingerprint_seconds}
+        return time.perf_counter() - started
 
 
 def measure_forward(
-    backbone: str,
-    model: DualEncoder,
-    length: int,
-    precision: str,
-    sizes: EncodingSizes,
-    run: Run,
-) -> dict[str, Any]:
+    backbone: str, model: DualEncoder, length: int, precision: str, sizes: Sizes, run: Run
+) -> tuple[int, float]:
     """Run forward passes alone; return their number and the seconds of one.
 
     The number is chosen so that they take long enough for a stable time.
@@ -175,12 +141,4 @@ def measure_forward(
         num_batches = math.ceil(sizes.forward_seconds / expected_seconds)
         num_batches = min(max(num_batches, _NUM_TRIAL_BATCHES), sizes.max_batches)
         seconds = run_batches(num_batches)
-    return {"batches": num_batches, "seconds_per_batch": seconds / num_batches}
-
-
-def measure_tokenizing(model: DualEncoder, texts: list[str], sizes: EncodingSizes) -> float:
-    """Return the texts per second of the tokeniser alone."""
-    started = time.perf_counter()
-    for start in range(0, len(texts), sizes.batch_size):
-        model.preprocess(texts[start : start + sizes.batch_size])
-    return len(texts) / (time.perf_counter() - started)
+    return num_batches, seconds / num_batches

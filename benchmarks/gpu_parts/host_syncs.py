@@ -4,46 +4,58 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
+from measuring.run import Cases, NotMeasured, Run
 
 from contaccum import BankedInfoNCE
-from gpu_parts.settings import TEMPERATURE, NotMeasured, Run, Sizes
-
-REPOSITORY = Path(__file__).resolve().parents[2]
-INSTALLED_PACKAGES = Path(torch.__file__).resolve().parents[1]
 
 
-def measure(run: Run) -> dict[str, Any]:
-    """Run micro-steps while CUDA reports each place where the host waits for the device."""
-    if run.device.type != "cuda":
+@dataclass(frozen=True)
+class Sizes:
+    """Sizes of this part."""
+
+    micro_steps: int = 64
+    local: int = 8  # pairs per micro-batch
+    dimension: int = 768
+    bank_size: int = 2048
+
+
+SIZES = Sizes()
+TINY = Sizes(4, 4, 16, 32)
+
+
+def list_cases(sizes: Sizes, run: Run) -> Cases:
+    """Yield micro-steps without and with compensation of drift.
+
+    CUDA reports each place where the host waits for the device.
+    """
+    if not run.is_cuda:
         raise NotMeasured(f"torch reports host syncs for CUDA only; the device is {run.device}")
     value = torch.ones(1, device=run.device)
     if not find_waits(lambda: value.item()):
         raise RuntimeError("CUDA does not report that item() waits, so nothing can be checked")
-    results = {}
     for drift_compensation in ("none", "auto"):
-        results[drift_compensation] = check_micro_steps(run, drift_compensation)
-    passed = all(result["passed"] for result in results.values())
-    return {"passed": passed, "cases": results}
+        yield drift_compensation, partial(check_micro_steps, sizes, run, drift_compensation)
 
 
-def check_micro_steps(run: Run, drift_compensation: str) -> dict[str, Any]:
+def check_micro_steps(sizes: Sizes, run: Run, drift_compensation: str) -> dict[str, Any]:
     """Run micro-steps with a full bank, and list the places where the host waits."""
-    sizes = run.sizes
     loss_fn = BankedInfoNCE(
         bank_size=sizes.bank_size,
-        temperature=TEMPERATURE,
+        temperature=0.05,
         similarity="cos",
         drift_compensation=drift_compensation,
     )
     num_fill_steps = -(-sizes.bank_size // sizes.local)  # rounded up
-    for inputs in make_micro_batches(sizes, run.device, num_fill_steps):
+    for inputs in make_micro_batches(sizes, run, num_fill_steps):
         loss_fn(*inputs).backward()
     loss_fn.end_update()
-    micro_batches = make_micro_batches(sizes, run.device, sizes.pairs // sizes.local)
+    micro_batches = make_micro_batches(sizes, run, sizes.micro_steps)
     run.synchronize()
 
     def run_micro_steps() -> None:
@@ -71,30 +83,18 @@ def find_waits(function: Callable[[], Any]) -> list[str]:
         message = str(warning.message)
         # torch also warns that this mode is a prototype, which does not detect all waits.
         if "synchroniz" in message and "prototype" not in message:
-            places.add(f"{shorten_path(warning.filename)}:{warning.lineno}")
+            file = "/".join(Path(warning.filename).parts[-3:])
+            places.add(f"{file}:{warning.lineno}")
     return sorted(places)
 
 
-def shorten_path(file: str) -> str:
-    """Return the path of a file relative to the installed packages or to the repository."""
-    path = Path(file).resolve()
-    # The installed packages are first, because they may be in a folder of the repository.
-    for folder in (INSTALLED_PACKAGES, REPOSITORY):
-        if path.is_relative_to(folder):
-            return path.relative_to(folder).as_posix()
-    return file
-
-
-def make_micro_batches(
-    sizes: Sizes, device: torch.device, num_batches: int
-) -> list[list[torch.Tensor | None]]:
+def make_micro_batches(sizes: Sizes, run: Run, num_batches: int) -> list[list[torch.Tensor | None]]:
     """Return arguments of `BankedInfoNCE`: random embeddings without hard negatives, and ids."""
     micro_batches = []
     for _ in range(num_batches):
-        shape = (sizes.local, sizes.dimension)
-        queries = torch.randn(shape, device=device, requires_grad=True)
-        passages = torch.randn(shape, device=device, requires_grad=True)
-        query_ids = torch.randint(10**9, (sizes.local,), device=device)
-        passage_ids = torch.randint(10**9, (sizes.local,), device=device)
-        micro_batches.append([queries, passages, None, query_ids, passage_ids])
+        shape = (2, sizes.local, sizes.dimension)
+        queries, passages = torch.randn(shape, device=run.device)
+        ids = torch.randint(10**9, (2, sizes.local), device=run.device)
+        leaves = [queries.requires_grad_(), passages.requires_grad_()]
+        micro_batches.append([*leaves, None, *ids])
     return micro_batches

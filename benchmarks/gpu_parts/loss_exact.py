@@ -10,35 +10,72 @@ from __future__ import annotations
 from collections.abc import Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
+from measuring.run import Cases, Run
 from torch import Tensor
 from torch.nn.functional import cross_entropy, normalize
 
 from contaccum import BankedInfoNCE
-from gpu_parts.settings import TEMPERATURE, Run, Sizes
+
+TEMPERATURE = 0.05
 
 
 @dataclass(frozen=True)
-class Precision:
-    """Precision of the embeddings, and the error that rounding may cause."""
+class Sizes:
+    """Sizes of this part."""
 
-    dtype: torch.dtype
-    limit: float  # largest relative error of a gradient
-    scaler: bool = False  # use a gradient scaler
+    pairs: int = 512  # pairs per update
+    local: int = 8  # pairs per micro-batch
+    hard_negatives: int = 1  # hard negatives per query
+    dimension: int = 768
 
 
-DRIFT_COMPENSATIONS = ("none", "auto")
+SIZES = Sizes()
+TINY = Sizes(16, 4, 1, 16)
+
 
 PRECISIONS = {
-    "float64": Precision(torch.float64, 1e-12),
-    "float32": Precision(torch.float32, 1e-5),
-    "bfloat16 autocast": Precision(torch.bfloat16, 1e-2),
+    "float64": (torch.float64, 1e-12),
+    "float32": (torch.float32, 1e-5),
+    "bfloat16 autocast": (torch.bfloat16, 1e-2),
     # Without a scaler, gradients close to float16's smallest numbers are rounded more coarsely.
-    "float16 autocast": Precision(torch.float16, 1e-2),
-    "float16 autocast, scaler": Precision(torch.float16, 2e-3, scaler=True),
+    "float16 autocast": (torch.float16, 1e-2),
+    "float16 autocast, scaler": (torch.float16, 2e-3),
 }
+"""{precision: (type of the embeddings, largest relative error that rounding may cause)}"""
+
+
+def list_cases(sizes: Sizes, run: Run) -> Cases:
+    """Yield a case for each precision, without and with compensation of drift."""
+    batch = make_batch(sizes, run.device)
+    for precision in PRECISIONS:
+        for drift_compensation in ("none", "auto"):
+            measure = partial(measure_errors, *batch, sizes.local, precision, drift_compensation)
+            yield f"{precision}, {drift_compensation}", measure
+
+
+def measure_errors(
+    embeddings: Sequence[Tensor],
+    ids: Sequence[Tensor],
+    local: int,
+    precision: str,
+    drift_compensation: str,
+) -> dict[str, Any]:
+    """Compare accumulated gradients with the whole batch's gradients, in a precision."""
+    dtype, limit = PRECISIONS[precision]
+    # The reference uses the rounded embeddings, so that only the error of the loss is measured.
+    expected = dense_gradients([x.to(dtype) for x in embeddings], ids[1])
+    gradients = accumulated_gradients(embeddings, ids, local, precision, drift_compensation)
+    errors = {}
+    names = ("queries", "passages", "negatives")
+    for name, gradient, reference in zip(names, gradients, expected, strict=True):
+        errors[name] = float((gradient - reference).norm() / reference.norm())
+    # Not max(), which may ignore NaN.
+    passed = all(error <= limit for error in errors.values())
+    return {"relative_errors": errors, "limit": limit, "passed": passed}
 
 
 def make_batch(sizes: Sizes, device: torch.device) -> tuple[list[Tensor], list[Tensor]]:
@@ -74,10 +111,9 @@ def dense_gradients(embeddings: Sequence[Tensor], passage_ids: Tensor) -> list[T
     queries, passages, negatives = (normalize(x, dim=-1) for x in leaves)
     columns = torch.cat([passages, negatives.flatten(0, 1)])
     logits = queries @ columns.T / TEMPERATURE
-    is_duplicate = ids[:, None] == ids[None, :]
-    is_duplicate.fill_diagonal_(False)
     is_masked = torch.zeros_like(logits, dtype=torch.bool)
-    is_masked[:, : len(ids)] = is_duplicate
+    is_masked[:, : len(ids)] = ids[:, None] == ids[None, :]
+    is_masked.fill_diagonal_(False)
     logits = logits.masked_fill(is_masked, float("-inf"))
     cross_entropy(logits, torch.arange(len(ids))).backward()
     return [x.grad for x in leaves]
@@ -87,7 +123,7 @@ def accumulated_gradients(
     embeddings: Sequence[Tensor],
     ids: Sequence[Tensor],
     local: int,
-    precision: Precision,
+    precision: str,
     drift_compensation: str,
 ) -> list[Tensor]:
     """Accumulate the gradients of all micro-batches while the bank contains the rest of the batch.
@@ -96,10 +132,11 @@ def accumulated_gradients(
     """
     device = embeddings[0].device
     num_pairs = len(embeddings[0])
-    is_half = precision.dtype in (torch.bfloat16, torch.float16)
-    master_dtype = torch.float32 if is_half else precision.dtype
-    leaves = [x.to(master_dtype, copy=True).requires_grad_() for x in embeddings]
-    scaler = torch.amp.GradScaler(device.type, enabled=precision.scaler)
+    dtype, _ = PRECISIONS[precision]
+    is_half = "autocast" in precision
+    leaves = [x.to(torch.float32 if is_half else dtype, copy=True) for x in embeddings]
+    leaves = [x.requires_grad_() for x in leaves]
+    scaler = torch.amp.GradScaler(device.type, enabled="scaler" in precision)
     loss_fn = BankedInfoNCE(
         bank_size=num_pairs - local,
         temperature=TEMPERATURE,
@@ -107,48 +144,14 @@ def accumulated_gradients(
         drift_compensation=drift_compensation,
     )
     # Without a probe, "auto" would estimate the drift from the differences between micro-batches.
-    probe = [x[:8].to(precision.dtype) for x in embeddings[:2]]
-    loss_fn.observe_probe(*probe)
+    loss_fn.observe_probe(*(x[:8].to(dtype) for x in embeddings[:2]))
     for is_measured in (False, True):
         for start in range(0, num_pairs, local):
             rows = slice(start, start + local)
-            autocast = nullcontext()
-            if is_half:
-                autocast = torch.autocast(device.type, dtype=precision.dtype)
-            with autocast:
+            with torch.autocast(device.type, dtype) if is_half else nullcontext():
                 # An encoder under autocast returns embeddings of the lower precision.
-                batch = [x[rows].to(precision.dtype) for x in leaves]
+                batch = [x[rows].to(dtype) for x in leaves]
                 loss = loss_fn(*batch, *(x[rows] for x in ids))
             if is_measured:
                 scaler.scale(loss * local / num_pairs).backward()
     return [x.grad.double().cpu() / scaler.get_scale() for x in leaves]
-
-
-def measure(run: Run) -> dict[str, Any]:
-    """Compare accumulated gradients with the whole batch's gradients, in every precision."""
-    names = ("queries", "passages", "negatives")
-    embeddings, ids = make_batch(run.sizes, run.device)
-    results = {}
-    for name, precision in PRECISIONS.items():
-        # The reference uses the rounded embeddings, so that only the error of the loss is measured.
-        rounded = [x.to(precision.dtype) for x in embeddings]
-        expected = dense_gradients(rounded, ids[1])
-        for drift_compensation in DRIFT_COMPENSATIONS:
-            gradients = accumulated_gradients(
-                embeddings,
-                ids,
-                run.sizes.local,
-                precision,
-                drift_compensation,
-            )
-            errors = {}
-            for key, gradient, reference in zip(names, gradients, expected, strict=True):
-                errors[key] = float((gradient - reference).norm() / reference.norm())
-            results[f"{name}, {drift_compensation}"] = {
-                "relative_errors": errors,
-                "limit": precision.limit,
-                # Not max(), which may ignore NaN.
-                "passed": all(error <= precision.limit for error in errors.values()),
-            }
-    passed = all(result["passed"] for result in results.values())
-    return {"passed": passed, "cases": results}

@@ -9,26 +9,28 @@ from __future__ import annotations
 
 import tempfile
 import time
-from collections.abc import Iterator
+from collections.abc import Callable
 from contextlib import nullcontext
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
+from functools import cache, partial
 from pathlib import Path
 from typing import Any
 from unittest.mock import patch
 
 import numpy as np
+import pyarrow as pa
 import torch
 from measuring.encoders import BACKBONES, make_encoder, make_features
-from measuring.random_store import write_random_store
+from measuring.run import Cases, NotMeasured, Run, quartiles
 from torch.nn.functional import cross_entropy, normalize
 
 from contaccum import QuerySideLoss
+from contaccum.files import write_json
+from contaccum.retrieval import store as stores
 from contaccum.retrieval.documents import StoreDocuments
 from contaccum.retrieval.encode import encoding_identity
 from contaccum.retrieval.exact_search import DeviceEmbeddings
 from contaccum.retrieval.store import EmbeddingStore
-from gpu_parts.settings import Run, add_failures, collect_error
-from gpu_parts.turns import quartiles
 
 # The largest relative error of the gradient by type of the store. A GPU rounds the sums of float16
 # products more coarsely than those in float32.
@@ -36,17 +38,21 @@ MAX_ERRORS = {"float16": 1e-3, "float32": 1e-5}
 SHARD_SIZE = 50_000
 # The first micro-step reads the store. In the second, the loss waits for the GPU to log its cost,
 # which matters only if a micro-step is short.
-DEVICE_WARM_UP_STEPS = 2
-HOST_WARM_UP_STEPS = 1
+WARM_UP_STEPS = {"device": 2, "host": 1}
 NUM_QUERIES_OF_CHECK = 8
+# The documents are read from the host in every micro-step, whatever fits into the GPU.
+PLACES = {
+    "device": nullcontext(),
+    "host": patch.object(DeviceEmbeddings, "_fits", lambda embeddings: False),
+}
 
 
 @dataclass(frozen=True)
-class QuerySideSizes:
+class Sizes:
     """Sizes of this part."""
 
     backbone: str = "minilm"
-    documents: int = 10_000_000
+    documents: int = 10_000_000  # in float16
     documents_in_float32: int = 1_000_000
     documents_of_check: int = 20_000
     queries: int = 32  # queries per micro-step
@@ -55,79 +61,76 @@ class QuerySideSizes:
     host_steps: int = 5  # timed micro-steps with documents in host memory
 
 
-TINY = QuerySideSizes("tiny", 300, 200, 50, 4, 4, 2, 2)
-# The documents are read from the host in every micro-step, whatever fits into the GPU.
-on_host = patch.object(DeviceEmbeddings, "_fits", lambda embeddings: False)
+SIZES = Sizes()
+TINY = Sizes("tiny", 300, 200, 50, 4, 4, 2, 2)
 
 
-def measure(run: Run) -> dict[str, Any]:
-    """Check the gradient, and time micro-steps for each type of the store and place in memory."""
-    sizes = TINY if run.is_tiny else QuerySideSizes()
-    errors = {}
-    stores: dict[str, Any] = {}
-    failures: list[str] = []
-    for dtype in MAX_ERRORS:
-        with collect_error(failures, f"the gradient with a {dtype} store"):
-            errors[dtype] = check_gradient(dtype, sizes, run)
-    result: dict[str, Any] = {
-        # Not max(), which may ignore NaN.
-        "passed": all(error <= MAX_ERRORS[dtype] for dtype, error in errors.items()),
-        "sizes": asdict(sizes),
-        "gradient_errors": errors,
-        "limits": MAX_ERRORS,
-        "stores": stores,
-    }
-    for dtype in MAX_ERRORS:
-        if not run.has_time():  # writing a store takes long
-            break
-        with collect_error(failures, dtype):
-            for store in measure_store(dtype, sizes, run):
-                stores[dtype] = store
-                add_failures(result, failures)
-                run.save_partial(result)
-        run.free_memory()
-    reasons = [f"{dtype} store" for dtype in MAX_ERRORS if dtype not in stores]
-    for dtype, store in stores.items():
-        for place, figures in store["places"].items():
-            if "not_measured" in figures:
-                reasons.append(f"{dtype}, {place}: {figures['not_measured']}")
-    if reasons:
-        result["not_run"] = "; ".join(reasons)
-    add_failures(result, failures)
-    return result
-
-
-def make_model(sizes: QuerySideSizes, run: Run) -> Any:
-    """Create an encoder with random weights, compared by cosine."""
+def list_cases(sizes: Sizes, run: Run) -> Cases:
+    """Yield checks of the gradient, and a case for each type of the store and place in memory."""
     torch.manual_seed(0)
-    return make_encoder(BACKBONES[sizes.backbone], run.device, pooling="mean", similarity="cos")
+    model = make_encoder(sizes.backbone, run.device, pooling="mean", similarity="cos")
+    for dtype in MAX_ERRORS:
+        yield f"gradient, {dtype}", partial(check_gradient, model, dtype, sizes, run)
+    documents = {"float16": sizes.documents, "float32": sizes.documents_in_float32}
+    for dtype, num_documents in documents.items():
+        with tempfile.TemporaryDirectory() as folder:
+            # Written by the first case of the two.
+            write = cache(partial(write_random_store, Path(folder), model, dtype, num_documents))
+            for place in PLACES:
+                measure = partial(measure_place, model, write, place, sizes, run)
+                yield f"{dtype}, {place}", measure
 
 
-def write_store(
-    model: Any, folder: str, dtype: str, num_documents: int, run: Run
-) -> EmbeddingStore:
-    """Write a store of random embeddings that fits the model."""
+def write_random_store(folder: Path, model: Any, dtype: str, num_rows: int) -> EmbeddingStore:
+    """Write a finished store of normally distributed embeddings that fits a model, and open it.
+
+    `StoreWriter` hashes every text in Python, which takes minutes for ten million of them. Here the
+    files of a shard are written from arrays; `contaccum.retrieval.store` describes the files. The
+    id of a row is its number, and so is the hash of its text.
+    """
     identity = encoding_identity(model, "float32", dtype, SHARD_SIZE)
-    dimension = model.get_embedding_dimension()
-    return write_random_store(Path(folder, "store"), identity, num_documents, dimension, run.device)
+    description = {"dimension": model.get_embedding_dimension(), "fingerprint": "random"}
+    for number, first_row in enumerate(range(0, num_rows, SHARD_SIZE)):
+        rows = np.arange(first_row, min(first_row + SHARD_SIZE, num_rows))
+        shard = folder / stores.get_shard_name(number)
+        shard.mkdir(parents=True)
+        embeddings = torch.randn(len(rows), description["dimension"], device=model.device)
+        embeddings = embeddings.to(getattr(torch, dtype)).cpu().numpy()
+        np.save(shard / stores.EMBEDDINGS_FILE, embeddings, allow_pickle=False)
+        np.save(shard / stores.TEXTS_FILE, rows, allow_pickle=False)
+        ids = pa.record_batch([pa.array(rows).cast(pa.string())], names=["id"])
+        with pa.ipc.new_file(str(shard / stores.IDS_FILE), ids.schema) as writer:
+            writer.write_batch(ids)
+        num_bytes = {path.name: path.stat().st_size for path in shard.iterdir()}
+        write_json(
+            shard / stores.SHARD_FILE, {**description, "rows": len(rows), "bytes": num_bytes}
+        )
+    metadata = {
+        **stores.FORMAT,
+        **identity,
+        "finished": True,
+        "rows": num_rows,
+        "dimension": description["dimension"],
+        "corpus": {"fingerprint": "random"},
+    }
+    write_json(folder / stores.STORE_FILE, metadata)
+    return EmbeddingStore.open(folder)
 
 
-def check_gradient(dtype: str, sizes: QuerySideSizes, run: Run) -> float:
+def check_gradient(model: Any, dtype: str, sizes: Sizes, run: Run) -> dict[str, Any]:
     """Return the largest relative error of the gradient of queries, over both places of documents.
 
-    It is NaN if one of the errors is NaN. The reference is the gradient of a dense float64 softmax
-    over the same stored embeddings.
+    The reference is the gradient of a dense float64 softmax over the same stored embeddings.
     """
     errors = []
     with tempfile.TemporaryDirectory() as folder:
-        model = make_model(sizes, run)
-        store = write_store(model, folder, dtype, sizes.documents_of_check, run)
+        store = write_random_store(Path(folder), model, dtype, sizes.documents_of_check)
         rows = torch.randint(len(store), (NUM_QUERIES_OF_CHECK, 1), device=run.device)
         queries = torch.randn(NUM_QUERIES_OF_CHECK, store.shape[1], device=run.device)
         documents = torch.from_numpy(store[:]).to(run.device).double()
         reference = queries.double().requires_grad_()
         cosines = normalize(reference, dim=-1) @ normalize(documents, dim=-1).T
-        for place in (nullcontext(), on_host):
+        for place in PLACES.values():
             loss_fn = QuerySideLoss(model, StoreDocuments(store))
             leaf = queries.clone().requires_grad_()
             with place:
@@ -137,92 +140,50 @@ def check_gradient(dtype: str, sizes: QuerySideSizes, run: Run) -> float:
             )
             assert leaf.grad is not None
             errors.append(float((leaf.grad.double() - expected).norm() / expected.norm()))
-    return float(np.max(errors))
+    limit = MAX_ERRORS[dtype]
+    # Not max(), which may ignore NaN.
+    passed = all(error <= limit for error in errors)
+    return {"error": float(np.max(errors)), "limit": limit, "passed": passed}
 
 
-def measure_store(dtype: str, sizes: QuerySideSizes, run: Run) -> Iterator[dict[str, Any]]:
-    """Write a large store, and time micro-steps with its documents in both places.
-
-    Yields:
-        The figures of the store so far, after each place.
-    """
-    model = make_model(sizes, run)
-    with tempfile.TemporaryDirectory() as folder:
-        started = time.perf_counter()
-        num_documents = sizes.documents if dtype == "float16" else sizes.documents_in_float32
-        store = write_store(model, folder, dtype, num_documents, run)
-        write_seconds = time.perf_counter() - started
-        num_bytes = sum(path.stat().st_size for path in Path(folder).rglob("*") if path.is_file())
-        places: dict[str, Any] = {}
-        figures = {
-            "documents": num_documents,
-            "write_seconds": write_seconds,
-            "store_bytes": num_bytes,
-            "places": places,
-        }
-        if run.is_cuda:
-            places["device"] = measure_steps(
-                model,
-                StoreDocuments(store),
-                DEVICE_WARM_UP_STEPS,
-                sizes.device_steps,
-                sizes,
-                run,
-            )
-        else:
-            places["device"] = {"not_measured": "there is no GPU"}
-        yield figures
-        run.free_memory()
-        with on_host:
-            places["host"] = measure_steps(
-                model, StoreDocuments(store), HOST_WARM_UP_STEPS, sizes.host_steps, sizes, run
-            )
-        yield figures
-
-
-def measure_steps(
-    model: Any,
-    documents: StoreDocuments,
-    num_warm_up_steps: int,
-    num_steps: int,
-    sizes: QuerySideSizes,
-    run: Run,
+def measure_place(
+    model: Any, write: Callable[[], EmbeddingStore], place: str, sizes: Sizes, run: Run
 ) -> dict[str, Any]:
-    """Time micro-steps, forward and backward, after those of the warm-up."""
+    """Time micro-steps, forward and backward, with the documents of a store in a place."""
+    if place == "device" and not run.is_cuda:
+        raise NotMeasured("there is no GPU")
+    store = write()
+    files = [path for path in store.folder.rglob("*") if path.is_file()]
+    documents = StoreDocuments(store)
     loss_fn = QuerySideLoss(model, documents).train()
-    seconds: list[float] = []
-    warm_up_seconds: list[float] = []
-    run.reset_peak()
-    for step in range(num_warm_up_steps + num_steps):
-        if not run.has_time():
-            break
-        features = make_query_features(sizes, run)
-        rows = torch.randint(len(documents), (sizes.queries, 1), device=run.device)
-        run.synchronize()
-        started = time.perf_counter()
-        loss_fn([features], rows).backward()
-        run.synchronize()
-        elapsed = time.perf_counter() - started
-        if step < num_warm_up_steps:
-            warm_up_seconds.append(elapsed)
-        else:
-            seconds.append(elapsed)
-        model.zero_grad()
-    if not seconds:
-        return {"not_measured": "the time was over before the first micro-step"}
-    (parts,) = documents._on_device.values()
-    is_resident = parts[0]._kept is not None
-    return {
-        "seconds": quartiles(seconds),
-        "steps": len(seconds),
-        "warm_up_seconds": warm_up_seconds,
-        "is_in_gpu_memory": is_resident,
-        "peak_mb": run.read_peak_mb(),
-    }
-
-
-def make_query_features(sizes: QuerySideSizes, run: Run) -> dict[str, Any]:
-    """Return random token ids of the queries of a micro-step."""
     vocabulary = BACKBONES[sizes.backbone].vocabulary
     length = sizes.query_length
-    return make_features(vocabulary, sizes.queries, length, length, run.device)[0]
+    num_steps = sizes.device_steps if place == "device" else sizes.host_steps
+    num_warm_up = WARM_UP_STEPS[place]
+    seconds: list[float] = []
+    run.reset_peak()
+    with PLACES[place]:
+        for _ in range(num_warm_up + num_steps):
+            if not run.has_time():
+                break
+            features, _ = make_features(vocabulary, sizes.queries, length, length, run.device)
+            rows = torch.randint(len(documents), (sizes.queries, 1), device=run.device)
+            run.synchronize()
+            started = time.perf_counter()
+            loss_fn([features], rows).backward()
+            run.synchronize()
+            seconds.append(time.perf_counter() - started)
+            model.zero_grad()
+    if len(seconds) <= num_warm_up:
+        raise NotMeasured("the time was over before the first micro-step")
+    (parts,) = documents._on_device.values()
+    return {
+        "dtype": store.metadata["dtype"],
+        "documents": len(store),
+        "store_bytes": sum(path.stat().st_size for path in files),
+        "seconds": quartiles(seconds[num_warm_up:]),
+        "steps": len(seconds) - num_warm_up,
+        "warm_up_seconds": seconds[:num_warm_up],
+        "is_in_gpu_memory": parts[0]._kept is not None,
+        "peak_mb": run.read_peak_mb(),
+    }

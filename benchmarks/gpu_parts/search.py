@@ -2,28 +2,33 @@
 
 contaccum searches a "Flat" index on the GPU by torch. The approximate indexes are measured only if
 FAISS can build them on the GPU: inverted files with faiss-gpu, graphs with cuVS.
+
+The embeddings are in clusters, because text embeddings are too; with plain normal vectors, every
+approximate index would have a low recall. Centres are normal vectors. A document is a centre plus a
+normal vector that is `SPREAD` times as long, and a query is a document plus another such vector.
 """
 
 from __future__ import annotations
 
 import time
-from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, replace
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from functools import cache, partial
 from typing import Any
 
 import faiss
 import numpy as np
-from measuring.embeddings import make_clustered_embeddings
+from measuring.run import Cases, NotMeasured, Run, quartiles
 
 from contaccum.retrieval.search import DenseIndex, build_index, find_gpus, search
-from gpu_parts.settings import NotMeasured, Run, add_failures, collect_error
-from gpu_parts.turns import quartiles
 
-EXACT_CASES = ("Flat, CPU", "Flat, GPU", "Flat, float16, GPU")
+NUM_CLUSTERS = 2000
+SPREAD = 0.7
+BLOCK_SIZE = 65_536  # documents that are generated at once
 
 
 @dataclass(frozen=True)
-class SearchSizes:
+class Sizes:
     """Sizes of this part."""
 
     documents: int = 1_000_000
@@ -35,116 +40,94 @@ class SearchSizes:
     turns: int = 3
 
 
-TINY = SearchSizes(400, 10, 16, 5, ("IVF4,PQ4np", "nprobe=2"), ("HNSW4", "efSearch=8"), 1)
+SIZES = Sizes()
+TINY = Sizes(400, 10, 16, 5, ("IVF4,PQ4np", "nprobe=2"), ("HNSW4", "efSearch=8"), 1)
 
 
-def measure(run: Run) -> dict[str, Any]:
-    """Measure search with FAISS on the GPU and on the CPU."""
+def list_cases(sizes: Sizes, run: Run) -> Cases:
+    """Yield an exact and two approximate indexes, each on the CPU and on the GPU."""
     if not run.is_cuda:
-        raise NotMeasured(f"the device is {run.device}; benchmarks/bench_search.py measures a CPU")
-    sizes = TINY if run.is_tiny else SearchSizes()
+        raise NotMeasured(f"the device is {run.device}, not a GPU")
     has_faiss_gpu = faiss.get_num_gpus() > 0
     has_cuvs = has_faiss_gpu and hasattr(faiss, "GpuIndexCagra")
-    return measure_indexes(run, sizes, find_gpus(), has_faiss_gpu, has_cuvs)
+    yield from list_indexes(sizes, find_gpus(), has_faiss_gpu, has_cuvs)
 
 
-def measure_indexes(
-    run: Run, sizes: SearchSizes, gpus: Sequence[int], has_faiss_gpu: bool, has_cuvs: bool
-) -> dict[str, Any]:
-    """Measure an exact and two approximate indexes, each on the CPU and on the GPU.
-
-    Args:
-        run: the deadline.
-        sizes: sizes of this part.
-        gpus: numbers of the GPUs for the exact search.
-        has_faiss_gpu, has_cuvs: whether the inverted file and the graph are measured.
-    """
-    documents, queries = make_clustered_embeddings(sizes.documents, sizes.queries, sizes.dimension)
-    failures: list[str] = []
-    cases: dict[str, Any] = {}
-    rows_by_name: dict[str, np.ndarray] = {}
-    build_seconds: dict[str, float] = {}
-    result: dict[str, Any] = {
-        "sizes": asdict(sizes),
-        "cases": cases,
-        "build_seconds": build_seconds,
-    }
-
-    def measure_case(name: str, index: DenseIndex) -> None:
-        if not run.has_time():
-            return
-        with collect_error(failures, name):
-            figures, rows_by_name[name] = measure_search(index, queries, sizes)
-            if name.endswith("GPU") and gpus and not index.gpus:
-                raise RuntimeError("the CPU searched instead of a GPU")
-            figures["recall"] = compute_recall(find_exact_rows(rows_by_name), rows_by_name[name])
-            cases[name] = figures
-        add_failures(result, failures)
-        run.save_partial(result)
-
-    flat_index = replace(build_index(documents, metric="dot"), gpus=())
-    measure_case(EXACT_CASES[0], flat_index)
-    measure_case(EXACT_CASES[1], replace(flat_index, gpus=gpus))
-    flat_index = replace(flat_index, corpus=documents.astype(np.float16), gpus=gpus)
-    measure_case(EXACT_CASES[2], flat_index)
-    names = [*EXACT_CASES]
-    for (factory, parameters), is_possible in (
-        (sizes.inverted_file, has_faiss_gpu),
-        (sizes.graph, has_cuvs),
+def list_indexes(sizes: Sizes, gpus: Sequence[int], has_faiss_gpu: bool, has_cuvs: bool) -> Cases:
+    """Yield all indexes; FAISS can build the inverted file and the graph on a GPU, or cannot."""
+    documents, queries = make_embeddings(sizes)
+    exact_rows: list[np.ndarray] = []
+    measure = partial(measure_index, queries, exact_rows, sizes)
+    flat = replace(build_index(documents, metric="dot"), gpus=())
+    half = replace(flat, corpus=documents.astype(np.float16), gpus=gpus)
+    yield "Flat, CPU", partial(measure, lambda: flat)
+    yield "Flat, GPU", partial(measure, lambda: replace(flat, gpus=gpus), gpus)
+    yield "Flat, float16, GPU", partial(measure, lambda: half, gpus)
+    for (factory, parameters), missing in (
+        (sizes.inverted_file, None if has_faiss_gpu else "FAISS without GPU"),
+        (sizes.graph, None if has_cuvs else "FAISS without cuVS"),
     ):
-        names += [f"{factory}, CPU", f"{factory}, GPU"]
-        if is_possible and run.has_time():
-            started = time.perf_counter()
-            index = build_index(documents, factory, "dot", parameters=parameters)
-            build_seconds[factory] = time.perf_counter() - started
-            measure_case(names[-2], replace(index, gpus=()))
-            measure_case(names[-1], index)
-    if not cases and not failures:
-        raise NotMeasured("the time was over before the first search; increase --minutes")
-    missing = [name for name in names if name not in cases]
-    if missing:
-        result["not_run"] = "; ".join(missing)
-        if not has_cuvs:
-            result["not_run"] += f" (FAISS without {'cuVS' if has_faiss_gpu else 'GPU'})"
-    add_failures(result, failures)
-    return result
+        build = cache(partial(build_approximate, documents, factory, parameters, missing))
+        yield f"{factory}, CPU", partial(measure, lambda build=build: replace(build(), gpus=()))
+        yield f"{factory}, GPU", partial(measure, build, gpus)
 
 
-def measure_search(
-    index: DenseIndex, queries: np.ndarray, sizes: SearchSizes
-) -> tuple[dict[str, Any], np.ndarray]:
-    """Search in several turns; return the figures, and the rows that were found, (n, k)."""
+def make_embeddings(sizes: Sizes) -> tuple[np.ndarray, np.ndarray]:
+    """Return normalized float32 embeddings of documents (N, d) and queries (n, d)."""
+    rng = np.random.default_rng(0)
+    centres = rng.standard_normal((NUM_CLUSTERS, sizes.dimension), dtype=np.float32)
+
+    def add_noise(vectors: np.ndarray) -> np.ndarray:
+        """Add noise to the vectors in place; return them normalized."""
+        vectors += SPREAD * rng.standard_normal(vectors.shape, dtype=np.float32)
+        return vectors / np.linalg.norm(vectors, axis=1, keepdims=True)
+
+    documents = np.empty((sizes.documents, sizes.dimension), dtype=np.float32)
+    for start in range(0, sizes.documents, BLOCK_SIZE):
+        block = documents[start : start + BLOCK_SIZE]
+        block[:] = add_noise(centres[rng.integers(0, NUM_CLUSTERS, len(block))])
+    query_documents = documents[rng.integers(0, sizes.documents, sizes.queries)]
+    # Documents get the length of a centre again, so that the noise has the same share.
+    return documents, add_noise(query_documents * np.float32(np.sqrt(sizes.dimension)))
+
+
+def build_approximate(
+    documents: np.ndarray, factory: str, parameters: str, missing: str | None
+) -> DenseIndex:
+    """Build an approximate index on a GPU, if nothing is missing."""
+    if missing is not None:
+        raise NotMeasured(missing)
+    return build_index(documents, factory, "dot", parameters=parameters)
+
+
+def measure_index(
+    queries: np.ndarray,
+    exact_rows: list[np.ndarray],
+    sizes: Sizes,
+    get_index: Callable[[], DenseIndex],
+    gpus: Sequence[int] = (),
+) -> dict[str, Any]:
+    """Search in several turns; an exact search adds its rows to ``exact_rows``."""
+    started = time.perf_counter()
+    index = get_index()
+    build_seconds = time.perf_counter() - started
+    if gpus and not index.gpus:
+        raise RuntimeError("the CPU searched instead of a GPU")
     seconds = []
     for _ in range(1 + sizes.turns):
         started = time.perf_counter()
         # The result is in the host's memory, so the GPU has finished.
         _, rows = search(index, queries, sizes.k)
         seconds.append(time.perf_counter() - started)
-    first_seconds, *seconds = seconds  # the first search copies the documents to the GPU
-    figures = {
-        "first_seconds": first_seconds,
-        "seconds": quartiles(seconds),
-        "queries_per_second": len(queries) / float(np.median(seconds)),
-    }
-    return figures, rows
-
-
-def find_exact_rows(rows_by_name: Mapping[str, np.ndarray]) -> np.ndarray | None:
-    """Return the rows, (n, k), that an exact search has found; None if all of them failed."""
-    for name in EXACT_CASES:
-        if name in rows_by_name:
-            return rows_by_name[name]
-    return None
-
-
-def compute_recall(exact_rows: np.ndarray | None, rows: np.ndarray) -> float | None:
-    """Return the share of the exact results, (n, k), that are among the rows, (n, k).
-
-    Without exact results the recall is None.
-    """
-    if exact_rows is None:
-        return None
+    if index.factory == "Flat":
+        exact_rows.append(rows)
     recalls = []
-    for exact_line, line in zip(exact_rows, rows, strict=True):
+    for exact_line, line in zip(exact_rows[0], rows, strict=True) if exact_rows else ():
         recalls.append(np.isin(exact_line, line).mean())
-    return float(np.mean(recalls))
+    return {
+        "build_seconds": build_seconds,
+        "first_seconds": seconds[0],  # copies the documents to the GPU
+        "seconds": quartiles(seconds[1:]),
+        "queries_per_second": len(queries) / float(np.median(seconds[1:])),
+        "recall": float(np.mean(recalls)) if exact_rows else None,
+    }

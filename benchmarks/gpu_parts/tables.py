@@ -2,255 +2,147 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import math
+from collections.abc import Callable, Iterator
+from typing import Any
 
-from measuring import pages
-from measuring.pages import format_bytes, format_duration, make_table
-
-from gpu_parts.records import Record
+from contaccum.evaluation.results import markdown_table
 
 _HASH_LENGTH = 8  # characters of a commit's hash that are shown
 
+Record = dict[str, Any]
+Rows = Iterator[tuple[str | None, ...]]
+"""The rows of a table; the first one is the header."""
 Number = float | str
-"""A number, or the text "nan", "inf" or "-inf"; see `gpu_parts.records.replace_non_finite`."""
+"""A number, or the text "NaN" or "Infinity", which JSON cannot represent as numbers."""
 
 
 def make_tables(records: dict[str, Record | None]) -> dict[str, str]:
     """Return {name of a table: its Markdown}: one of all parts, and one for each part."""
     tables = {"runs": make_runs_table(records)}
     for part, record in records.items():
-        tables[part] = make_part_table(part, record)
+        tables[part] = "" if record is None else make_part_table(part, record)
     return tables
 
 
 def make_runs_table(records: dict[str, Record | None]) -> str:
-    """Return the main figures of all parts that have run, and the names of the others."""
+    """Return the outcome of all parts that have run, and the names of the others."""
     rows = []
-    not_run = []
     for part, record in records.items():
-        if record is None:
-            not_run.append(f"`{part}`")
-            continue
-        commit = record["git_commit"] or "unknown"
-        row = [
-            f"[`{part}`](#{part})",
-            get_outcome(record),
-            summarise(part, record["result"]) if record["measured"] else "",
-            record["device"]["name"],
-            record["date"],
-            f"`{commit[:_HASH_LENGTH]}`",
-            format_duration(record["seconds"]),
-        ]
-        rows.append(row)
-    table = make_table(["part", "result", "figures", "GPU", "date", "commit", "time"], rows)
-    if not_run:
-        table += f"\n\nNot yet run: {', '.join(not_run)}."
-    return table
-
-
-def summarise(part: str, result: Record) -> str:
-    """Return the main figures of a part in a few words; an empty text for a part without any."""
-    figures: list[str] = []
-    if part == "update_time":
-        for case in _sort_updates(result):
-            method = case["methods"]["contaccum"]
-            rate = format_number(method["pairs_per_second"])
-            figures.append(f"{case['backbone']}, n={case['local']}: {rate} pairs/s")
-    elif part == "query_side":
-        for dtype, store in result["stores"].items():
-            for place, case in store["places"].items():
-                if "seconds" in case:
-                    seconds = format_number(case["seconds"]["median"])
-                    figures.append(f"{dtype}, {place}: {seconds} s")
-    elif part in ("search", "encoding"):
-        figures += _summarise_rates(part, result)
-    elif part == "fit":
-        figures.append(result["verdict"]["line"])
-    return "; ".join(figures)
-
-
-def _sort_updates(result: Record) -> list[Record]:
-    """Return the cases of `update_time` by encoder and micro-batch."""
-    return sorted(result["cases"], key=lambda case: (case["backbone"], case["local"]))
-
-
-def _summarise_rates(part: str, result: Record) -> list[str]:
-    """Return the seconds of each index, or the texts per second of each encoder."""
-    if part == "search":
-        return [
-            f"{name}: {format_number(case['seconds']['median'])} s"
-            for name, case in result["cases"].items()
-        ]
-    return [
-        f"{case['backbone']}, {case['precision']}, {case['tokens_per_text']} tokens: "
-        f"{format_number(case['encode_texts_per_second'])} texts/s"
-        for case in result["cases"]
-    ]
+        if record is not None:
+            seconds, commit = format_number(record["seconds"]), record["git_commit"] or "unknown"
+            row = [f"[`{part}`](#{part})", get_outcome(record), record["device"]["name"]]
+            rows.append([*row, record["date"], f"`{commit[:_HASH_LENGTH]}`", f"{seconds} s"])
+    table = markdown_table(["part", "result", "GPU", "date", "commit", "time"], rows)
+    not_run = [f"`{part}`" for part, record in records.items() if record is None]
+    return f"{table}\n\nNot yet run: {', '.join(not_run)}." if not_run else table
 
 
 def get_outcome(record: Record) -> str:
-    """Return "measured", "passed", "failed", "partial" or "not measured"."""
-    if record.get("failed"):
-        return "failed"
-    if not record["measured"]:
-        return "not measured"
-    passed = record["result"].get("passed")
-    if record["is_partial"] and passed is not False:
-        return "partial"
-    if passed is None:
-        return "measured"
-    return format_passed(passed)
+    """Return "measured", "not measured", "passed" or "failed"."""
+    result = record["result"]
+    if "passed" in result:
+        return format_passed(result["passed"])
+    return "measured" if result["cases"] else "not measured"
 
 
-def make_part_table(part: str, record: Record | None) -> str:
-    """Return the table of a part, or a sentence if it has none; an empty text before its run."""
-    if record is None:
-        return ""
-    reason = record.get("reason")
-    if not record["measured"]:
-        outcome = "Failed" if record.get("failed") else "Not measured"
-        return f"*{outcome}: {reason}*"
-    content = _TABLES[part](record["result"])
-    missing = record["result"].get("not_run")
-    if missing:
-        content += f"\n\nNot run: {missing}."
-    failures = record["result"].get("failures")
-    if failures:
-        content += f"\n\nFailed: {'; '.join(failures)}."
-    if record["is_partial"]:
-        content += f"\n\nThe part ended before it was complete: {reason or 'it was killed'}."
-    return content
-
-
-def make_loss_exact_table(result: Record) -> str:
-    """Return the errors of the gradients in each precision."""
-    rows = []
+def make_part_table(part: str, record: Record) -> str:
+    """Return the table of a part, with what was not run and what has failed."""
+    result = record["result"]
+    content = ""
+    if result["cases"]:
+        header, *rows = _TABLES[part](result)
+        content = markdown_table(header, rows)
     for name, case in result["cases"].items():
-        errors = [format_relative_error(error) for error in case["relative_errors"].values()]
-        rows.append([name, *errors, f"{case['limit']:.0e}", format_passed(case["passed"])])
-    header = ["precision, drift compensation", "queries", "passages", "negatives", "limit", ""]
-    return make_table(header, rows)
+        if "verdict" in case:
+            content += f"\n\n{case['verdict']['line']}. It took {format_number(case['seconds'])} s."
+        if "error" in case:
+            error, limit = map(format_error, (case["error"], case["limit"]))
+            content += f"\n\nError of the {name}: {error}; the limit is {limit}."
+    if result.get("not_run"):
+        content += f"\n\nNot run: {result['not_run']}."
+    if result.get("failures"):
+        content += f"\n\nFailed: {'; '.join(result['failures'])}."
+    return content.strip()
 
 
-def make_host_syncs_table(result: Record) -> str:
-    """Return the places where the host waits for the device."""
-    rows = []
+def list_loss_exact(result: Record) -> Rows:
+    """Yield the errors of the gradients in each precision."""
+    yield "precision, drift compensation", "queries", "passages", "negatives", "limit", ""
     for name, case in result["cases"].items():
-        outcome = "the host never waits"
-        if case["waits"]:
-            outcome = "waits at " + ", ".join(f"`{place}`" for place in case["waits"])
-        rows.append([f"`{name}`", str(case["micro_steps"]), outcome])
-    return make_table(["drift compensation", "micro-steps", "result"], rows)
+        errors = map(format_error, case["relative_errors"].values())
+        yield name, *errors, format_error(case["limit"]), format_passed(case["passed"])
 
 
-def make_update_table(result: Record) -> str:
-    """Return speed and memory of an update by encoder, micro-batch and method."""
-    rows = []
-    for case in _sort_updates(result):
+def list_host_syncs(result: Record) -> Rows:
+    """Yield the places where the host waits for the device."""
+    yield "drift compensation", "micro-steps", "result"
+    for name, case in result["cases"].items():
+        places = ", ".join(f"`{place}`" for place in case["waits"])
+        outcome = f"waits at {places}" if places else "the host never waits"
+        yield f"`{name}`", str(case["micro_steps"]), outcome
+
+
+def list_updates(result: Record) -> Rows:
+    """Yield speed and memory of an update by encoder, micro-batch and method."""
+    profiled = ("launches per micro-step", "GPU busy")
+    yield "encoder", "n", "method", "pairs/s", "relative time", "peak memory", *profiled
+    cases = sorted(result["cases"].values(), key=lambda case: (case["backbone"], case["local"]))
+    for case in cases:
         for method, figures in case["methods"].items():
             launches = figures.get("launches_per_micro_step")
             busy_share = figures.get("busy_share")
-            row = [
+            yield (
                 case["backbone"],
                 str(case["local"]),
                 f"`{method}`",
                 format_number(figures["pairs_per_second"]),
-                format_ratio(figures["ratio"]["median"]),
+                f"{figures['ratio']['median']:.2f}",
                 format_mb(figures["peak_mb"]),
-                "" if launches is None else f"{launches:,.0f}",
-                "" if busy_share is None else f"{busy_share:.0%}",
-            ]
-            rows.append(row)
-    header = [
-        "encoder",
-        "n",
-        "method",
-        "pairs/s",
-        "time relative to `mnrl`",
-        "peak memory",
-        "launches per micro-step",
-        "GPU busy",
-    ]
-    return make_table(header, rows)
+                None if launches is None else f"{launches:,.0f}",
+                None if busy_share is None else f"{busy_share:.0%}",
+            )
 
 
-def make_decoder_table(result: Record) -> str:
-    """Return time and memory of an update by adapter, micro-batch and method."""
-    rows = []
-    for adapter, figures in result["adapters"].items():
-        for local, case in figures["micro_batches"].items():
-            for method, method_figures in case.get("methods", {}).items():
-                row = [
-                    adapter,
-                    local,
-                    f"`{method}`",
-                    format_number(method_figures["seconds"]["median"]),
-                    format_ratio(method_figures["ratio"]["median"]),
-                    format_mb(method_figures["peak_mb"]),
-                ]
-                rows.append(row)
-    header = [
-        "weights",
-        "n",
-        "method",
-        "seconds per update",
-        "relative to `grad_accum`",
-        "peak memory",
-    ]
-    return make_table(header, rows)
-
-
-def make_out_of_memory_table(result: Record) -> str:
-    """Return what the runs did that ran out of memory."""
-    rows = []
+def list_out_of_memory(result: Record) -> Rows:
+    """Yield what the runs did that ran out of memory."""
+    sizes = ("micro-batch that does not fit", "micro-batch at the end")
+    yield "case", *sizes, "pairs of each update", "difference of the weights", ""
     for name, case in result["cases"].items():
-        pairs = ", ".join(map(str, case["pairs_per_update"]))
         difference = case["relative_difference"]
-        shown_difference = "-" if difference is None else format_relative_error(difference)
-        sizes = [str(case["too_large"]), str(case["micro_batch"])]
-        rows.append([name, *sizes, pairs, shown_difference, format_passed(case["passed"])])
-    header = [
-        "case",
-        "micro-batch that does not fit",
-        "micro-batch at the end",
-        "pairs of each update",
-        "difference of the weights",
-        "",
-    ]
-    return make_table(header, rows)
+        yield (
+            name,
+            str(case["too_large"]),
+            str(case["micro_batch"]),
+            ", ".join(map(str, case["pairs_per_update"])),
+            None if difference is None else format_error(difference),
+            format_passed(case["passed"]),
+        )
 
 
-def make_compile_table(result: Record) -> str:
-    """Return times and graphs of the encoders by length."""
-    rows = []
-    for case in result["lengths"]:
+def list_compile(result: Record) -> Rows:
+    """Yield times and graphs of the encoders by length."""
+    figures = ("seconds", "relative", "first update", "graphs compiled")
+    yield "tokens of queries, passages", "encoder", *figures
+    for name, case in result["cases"].items():
         for encoder, seconds in case["seconds"].items():
             ratio = case["ratio"].get(encoder)
-            row = [
-                f"{case['query_length']}, {case['passage_length']}",
+            yield (
+                name,
                 encoder,
                 format_number(seconds["median"]),
-                "" if ratio is None else format_ratio(ratio["median"]),
+                None if ratio is None else f"{ratio['median']:.2f}",
                 format_number(case["first_seconds"][encoder]),
                 str(case["new_graphs"].get(encoder, "")),
-            ]
-            rows.append(row)
-    header = [
-        "tokens of queries, passages",
-        "encoder",
-        "seconds",
-        "relative",
-        "first update",
-        "graphs compiled",
-    ]
-    return make_table(header, rows)
+            )
 
 
-def make_encoding_table(result: Record) -> str:
-    """Return rates of encoding by encoder, precision and length."""
-    rows = []
-    for case in result["cases"]:
-        row = [
+def list_encoding(result: Record) -> Rows:
+    """Yield rates of encoding by encoder, precision and length."""
+    rates = ("texts/s, encode", "tokens/s, encode", "texts/s, forward alone")
+    yield "encoder", "precision", "tokens", *rates, "encode / forward"
+    for case in result["cases"].values():
+        yield (
             case["backbone"],
             case["precision"],
             str(case["tokens_per_text"]),
@@ -258,126 +150,51 @@ def make_encoding_table(result: Record) -> str:
             format_number(case["encode_tokens_per_second"]),
             format_number(case["forward_texts_per_second"]),
             f"{case['share_of_forward']:.0%}",
-        ]
-        rows.append(row)
-    header = [
-        "encoder",
-        "precision",
-        "tokens",
-        "texts/s, encode",
-        "tokens/s, encode",
-        "texts/s, forward alone",
-        "encode / forward",
-    ]
-    return make_table(header, rows)
+        )
 
 
-def make_query_side_table(result: Record) -> str:
-    """Return times and memory of a micro-step by type of the store and place of the documents."""
-    rows = []
-    for dtype, store in result["stores"].items():
-        for place, figures in store["places"].items():
-            if "seconds" not in figures:
-                continue
-            num_documents = store.get("documents", result["sizes"]["documents"])
-            row = [
-                format_number(num_documents),
-                f"{dtype}, {format_bytes(store['store_bytes'])}",
-                format_place(place, figures["is_in_gpu_memory"]),
-                format_number(figures["seconds"]["median"]),
-                format_number(figures["warm_up_seconds"][0]),
-                format_mb(figures["peak_mb"]),
-            ]
-            rows.append(row)
-    header = [
-        "documents",
-        "store",
-        "documents in the memory of",
-        "seconds per micro-step",
-        "first micro-step",
-        "peak memory",
-    ]
-    errors = []
-    for dtype, error in result["gradient_errors"].items():
-        limit = f"{result['limits'][dtype]:.0e}"
-        errors.append(f"{format_relative_error(error)} ({dtype}; the limit is {limit})")
-    return f"{make_table(header, rows)}\n\nError of the gradient: {', '.join(errors)}."
+def list_query_side(result: Record) -> Rows:
+    """Yield times and memory of a micro-step by store and place."""
+    figures = ("seconds per micro-step", "first micro-step", "peak memory")
+    yield "documents", "store", "documents in the memory of", *figures
+    for case in result["cases"].values():
+        if "error" in case:
+            continue
+        yield (
+            format_number(case["documents"]),
+            f"{case['dtype']}, {format_number(case['store_bytes'] / 1e9)} GB",
+            "GPU" if case["is_in_gpu_memory"] else "host",
+            format_number(case["seconds"]["median"]),
+            format_number(case["warm_up_seconds"][0]),
+            format_mb(case["peak_mb"]),
+        )
 
 
-def format_place(place: str, is_in_gpu_memory: bool) -> str:
-    """Return where the documents of a store were."""
-    if is_in_gpu_memory:
-        return "GPU"
-    if place == "device":
-        return "host, because they did not fit into the GPU's"
-    return "host"
-
-
-def make_study_cell_table(result: Record) -> str:
-    """Return updates and scores of each method."""
-    rows = [["before training", "", "", format_score(result["base_score"]), ""]]
-    for method, figures in result["methods"].items():
-        row = [
-            f"`{method}`",
-            f"{figures['updates']:,}",
-            format_number(figures["seconds_per_update"]),
-            format_score(figures["ndcg@10"]),
-            format_mb(figures["peak_mb"]),
-        ]
-        rows.append(row)
-    budget = format_number(result["budget_seconds"])
-    header = [
-        f"{result['model']}, {budget} s",
-        "updates",
-        "seconds per update",
-        "nDCG@10",
-        "peak memory",
-    ]
-    table = make_table(header, rows)
-    if not result["has_trained_weights"]:
-        table += "\n\nThe weights were random before training, so the scores mean nothing."
-    return table
-
-
-def make_search_table(result: Record) -> str:
-    """Return times and recall of each index."""
-    rows = []
-    for name, case in result["cases"].items():
-        seconds = format_number(case["seconds"]["median"])
-        rate = format_number(case["queries_per_second"])
-        recall = case["recall"]
-        shown_recall = "-" if recall is None else f"{recall:.3f}"
-        first_seconds = case.get("first_seconds")
-        shown_first = "-" if first_seconds is None else format_number(first_seconds)
-        rows.append([name, shown_first, seconds, rate, shown_recall])
+def list_search(result: Record) -> Rows:
+    """Yield times and recall of each index."""
     sizes = result["sizes"]
-    header = [
-        f"index of {format_number(sizes['documents'])} documents",
-        "seconds, first search",
-        f"seconds for {sizes['queries']:,} queries",
-        "queries/s",
-        f"recall@{sizes['k']}",
-    ]
-    table = make_table(header, rows)
-    for factory, seconds in result.get("build_seconds", {}).items():
-        table += f"\n\nBuilding `{factory}` took {format_number(seconds)} s."
-    return table
+    times = ("building", "first search", f"seconds for {sizes['queries']:,} queries")
+    yield f"index of {sizes['documents']:,} documents", *times, "queries/s", f"recall@{sizes['k']}"
+    for name, case in result["cases"].items():
+        building = None if name.startswith("Flat") else format_number(case["build_seconds"])
+        yield (
+            name,
+            building,
+            format_number(case["first_seconds"]),
+            format_number(case["seconds"]["median"]),
+            format_number(case["queries_per_second"]),
+            None if case["recall"] is None else f"{case['recall']:.3f}",
+        )
 
 
-def make_fit_table(result: Record) -> str:
-    """Return the scores of a fit, and its verdict."""
-    rows = []
-    for system in result["scores"]:
-        scores = [format_score(value) for name, value in system.items() if name != "name"]
-        rows.append([system["name"], *scores])
-    names = [name for name in result["scores"][0] if name not in ("name", "dev")]
-    table = make_table([f"{result['model']}, {result['budget']}", "dev", *names], rows)
-    trials = [f"{trial['updates']:,} updates" for trial in result["trials"] if trial["updates"]]
-    seconds = format_number(result["seconds"])
-    return (
-        f"{table}\n\n{result['verdict']['line']}. It took {seconds} s, with trials of "
-        f"{', '.join(trials)}; peak memory {format_mb(result['peak_mb'])}."
-    )
+def list_fit(result: Record) -> Rows:
+    """Yield the scores of a fit."""
+    for case in result["cases"].values():
+        metrics = [name for name in case["scores"][0] if name not in ("name", "dev")]
+        yield f"{case['model']}, {case['budget']}", "dev", *metrics
+        for system in case["scores"]:
+            scores = [system[name] for name in ("dev", *metrics)]
+            yield system["name"], *(None if x is None else f"{100 * x:.1f}" for x in scores)
 
 
 def format_passed(passed: bool) -> str:
@@ -385,43 +202,34 @@ def format_passed(passed: bool) -> str:
     return "passed" if passed else "failed"
 
 
-def format_number(value: Number) -> str:
-    """Return a number with two significant digits."""
-    return value if isinstance(value, str) else pages.format_number(value)
-
-
-def format_relative_error(error: Number) -> str:
+def format_error(error: Number) -> str:
     """Return a relative error with one digit and a power of ten."""
     return error if isinstance(error, str) else f"{error:.0e}"
 
 
-def format_ratio(ratio: Number) -> str:
-    """Return a ratio with two decimals."""
-    return ratio if isinstance(ratio, str) else f"{ratio:.2f}"
+def format_number(value: float) -> str:
+    """Return a number with two significant digits, such as "0.21", "3.4" or "13,000"."""
+    if value == 0:
+        return "0"
+    value = float(f"{value:.1e}")
+    num_decimals = 1 - math.floor(math.log10(abs(value)))
+    return f"{value:,.{max(0, num_decimals)}f}"
 
 
-def format_score(score: Number) -> str:
-    """Return a score as a percentage with one decimal."""
-    return score if isinstance(score, str) else f"{100 * score:.1f}"
+def format_mb(num_mb: float | None) -> str | None:
+    """Return a number of MB; None if the memory was not measured."""
+    return None if num_mb is None else f"{num_mb:,.0f} MB"
 
 
-def format_mb(num_mb: float | str | None) -> str:
-    """Return a number of MB; "-" if the memory was not measured."""
-    if num_mb is None or isinstance(num_mb, str):
-        return "-"
-    return f"{num_mb:,.0f} MB"
-
-
-_TABLES: dict[str, Callable[[Record], str]] = {
-    "loss_exact": make_loss_exact_table,
-    "host_syncs": make_host_syncs_table,
-    "update_time": make_update_table,
-    "decoder": make_decoder_table,
-    "out_of_memory": make_out_of_memory_table,
-    "compile": make_compile_table,
-    "encoding": make_encoding_table,
-    "query_side": make_query_side_table,
-    "study_cell": make_study_cell_table,
-    "fit": make_fit_table,
-    "search": make_search_table,
+_TABLES: dict[str, Callable[[Record], Rows]] = {
+    "update_time": list_updates,
+    "query_side": list_query_side,
+    "search": list_search,
+    "fit": list_fit,
+    "encoding": list_encoding,
+    "decoder": list_updates,
+    "loss_exact": list_loss_exact,
+    "host_syncs": list_host_syncs,
+    "out_of_memory": list_out_of_memory,
+    "compile": list_compile,
 }

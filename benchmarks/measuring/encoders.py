@@ -6,7 +6,6 @@ Random weights and token ids have the cost of real ones, so nothing is downloade
 from __future__ import annotations
 
 import random
-from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -35,11 +34,6 @@ class Shape:
     head_dim: int | None = None
     vocabulary: int = 30522
 
-    @property
-    def is_decoder(self) -> bool:
-        """True for a decoder."""
-        return self.num_key_value_heads is not None
-
 
 BACKBONES = {
     "bert-base": Shape(12, 768, 12, 3072),
@@ -51,8 +45,23 @@ BACKBONES = {
 }
 
 
-def make_config(shape: Shape, dropout: float = 0.0) -> BertConfig | Qwen3Config:
-    """Return the configuration of a backbone. Decoders have no dropout."""
+def make_encoder(
+    backbone: str,
+    device: torch.device | str,
+    dropout: float = 0.0,
+    num_words: int = 0,
+    **options: Any,
+) -> DualEncoder:
+    """Create an encoder with random weights.
+
+    Args:
+        backbone: a name in `BACKBONES`.
+        device: device of the encoder.
+        dropout: dropout of a backbone that is no decoder.
+        num_words: number of words of the tokenizer, "w0", "w1" and so on; each is one token.
+        **options: further arguments of `DualEncoder.from_backbone`.
+    """
+    shape = BACKBONES[backbone]
     sizes = {
         "vocab_size": shape.vocabulary,
         "num_hidden_layers": shape.num_layers,
@@ -60,52 +69,16 @@ def make_config(shape: Shape, dropout: float = 0.0) -> BertConfig | Qwen3Config:
         "num_attention_heads": shape.num_heads,
         "intermediate_size": shape.intermediate_size,
     }
-    if shape.is_decoder:
-        return Qwen3Config(
-            **sizes,
-            num_key_value_heads=shape.num_key_value_heads,
-            head_dim=shape.head_dim,
-        )
-    return BertConfig(**sizes, hidden_dropout_prob=dropout, attention_probs_dropout_prob=dropout)
-
-
-def make_words(num_words: int) -> list[str]:
-    """Return the words "w0", "w1" and so on."""
-    return [f"w{number}" for number in range(num_words)]
-
-
-def make_tokenizer(words: Sequence[str] = ()) -> BertTokenizer:
-    """Create a tokenizer for some words in lower case; each of them is one token."""
-    tokens = [*SPECIAL_TOKENS, *words]
+    if shape.num_key_value_heads is None:
+        dropouts = {"hidden_dropout_prob": dropout, "attention_probs_dropout_prob": dropout}
+        config = BertConfig(**sizes, **dropouts)
+    else:
+        heads = {"num_key_value_heads": shape.num_key_value_heads, "head_dim": shape.head_dim}
+        config = Qwen3Config(**sizes, **heads)
+    tokens = [*SPECIAL_TOKENS, *(f"w{number}" for number in range(num_words))]
     vocabulary = {token: number for number, token in enumerate(tokens)}
-    return BertTokenizer(vocab=vocabulary, model_max_length=512)
-
-
-def make_encoder(
-    shape: Shape,
-    device: torch.device | str,
-    tied: bool = True,
-    dropout: float = 0.0,
-    words: Sequence[str] = (),
-    **options: Any,
-) -> DualEncoder:
-    """Create an encoder with random weights.
-
-    Args:
-        shape: sizes of the backbone.
-        device: device of the encoder.
-        tied: True for one tower, False for two.
-        dropout: dropout of a backbone that is no decoder.
-        words: words of the tokenizer; see `make_tokenizer`.
-        **options: further arguments of `DualEncoder.from_backbone`.
-    """
-    return DualEncoder.from_backbone(
-        make_config(shape, dropout),
-        tied=tied,
-        tokenizer=make_tokenizer(words),
-        device=str(device),
-        **options,
-    )
+    tokenizer = BertTokenizer(vocab=vocabulary, model_max_length=512)
+    return DualEncoder.from_backbone(config, tokenizer=tokenizer, device=str(device), **options)
 
 
 def use_autocast(model: DualEncoder, precision: str) -> None:
@@ -135,16 +108,9 @@ def make_features(
 def make_texts(num_texts: int, num_tokens: int, num_words: int, seed: int = 0) -> list[str]:
     """Return random texts of ``num_tokens`` tokens each, special tokens included.
 
-    Args:
-        num_texts: number of texts.
-        num_tokens: number of tokens of each text.
-        num_words: number of different words; see `make_words`.
-        seed: seed of the words.
+    The words are those of an encoder with ``num_words``.
     """
     generator = random.Random(seed)
-    words = make_words(num_words)
+    words = [f"w{number}" for number in range(num_words)]
     num_words_of_text = num_tokens - _NUM_ADDED_TOKENS
-    texts = []
-    for _ in range(num_texts):
-        texts.append(" ".join(generator.choices(words, k=num_words_of_text)))
-    return texts
+    return [" ".join(generator.choices(words, k=num_words_of_text)) for _ in range(num_texts)]

@@ -1,13 +1,13 @@
 """Train several methods side by side, and report which one is better, with significance tests.
 
-    python eval/compare/compare.py configs/study/nqg.yaml --eval_data runs/study/nqg/test \\
-        --methods grad_accum grad_cache contaccum --tune learning_rate=6e-4,1.1e-3,2e-3 \\
-        --tune_data runs/study/nqg/dev --tune_split test --output_dir runs/study/nqg_compare
+    python eval/compare/compare.py config.yaml --methods grad_accum grad_cache contaccum \\
+        --eval_data runs/data/test --output_dir runs/compare \\
+        --tune learning_rate=1e-4,3e-4,9e-4 --tune_data runs/data/dev --tune_split test
 
 Config files and every other --key are those of `contaccum train`. All runs have the same data,
-order of data and initial weights for a seed. With --tune, each method first gets its own best value
-of a setting, by scores on dev. The same command again only does the missing runs. README.md in
-this folder explains the report.
+order of data and initial weights for a seed, and as many pairs; with --seconds, as much time. With
+--tune, each method first gets its own best value of a setting, by scores on dev. The same command
+again only does the missing runs. README.md in this folder explains the report.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from pathlib import Path
 
 from comparison.plan import Group, make_groups, read_options
 from comparison.report import build_report, render_markdown
-from comparison.run import describe_evaluation_sets, run_groups
+from comparison.run import describe_sets, fit_into_seconds, run_groups
 from comparison.tuning import apply_chosen_values, read_ladder, tune_groups
 
 from contaccum.errors import UserError, check_choice
@@ -56,12 +56,10 @@ def parse_arguments() -> tuple[argparse.Namespace, list[str], list[str]]:
     add("--baseline", metavar="NAME", help="default: grad_accum if it is trained, else the first")
     add("--eval_data", nargs="+", required=True, metavar="DIR", help="BEIR folders or names")
     add("--eval_split", default="test", help="split of the judgements; default: test")
-    add("--eval_precision", default="float32", help="precision of the scores; default: float32")
+    add("--seconds", type=float, help="equal time: as many updates as fit into it, for each method")
     add("--tune", metavar="key=v,v", help="choose this setting for each method on --tune_data")
     add("--tune_data", nargs="+", metavar="DIR", help="BEIR folders or names")
     add("--tune_split", default="dev", help="split of the judgements; default: dev")
-    add("--tune_factor", type=float, default=1.8, help="step beyond the first and last value")
-    add("--tune_most", type=int, default=12, help="most values that a method tries")
     add("--jobs", type=int, help="runs at the same time; default: 1 on a GPU, else half the cores")
     add("--output_dir", type=Path, default=Path("runs/compare"))
     args, train_options = parser.parse_known_args(argv[num_configs:])
@@ -82,38 +80,33 @@ def main() -> int:
     entries = [group.entry for group in groups]
     baseline = args.baseline or ("grad_accum" if "grad_accum" in entries else entries[0])
     check_choice("--baseline", baseline, entries)
-    evaluation = {
-        "data": args.eval_data,
-        "split": args.eval_split,
-        "precision": args.eval_precision,
-    }
-    sets = describe_evaluation_sets(evaluation)
+    sets = describe_sets(args.eval_data, args.eval_split)
     failures: dict[str, str] = {}
+    if args.seconds is not None:
+        folder = args.output_dir / "time"
+        groups, failures = fit_into_seconds(groups, args.seconds, args.seeds[0], folder)
     tuning = None
     if args.tune is not None:
-        ladder = read_ladder(args.tune, args.tune_factor, args.tune_most, args.seeds[0])
-        dev_evaluation = {**evaluation, "data": args.tune_data, "split": args.tune_split}
-        dev_sets = describe_evaluation_sets(dev_evaluation)
+        ladder = read_ladder(args.tune, args.seeds[0])
+        dev_sets = describe_sets(args.tune_data, args.tune_split)
 
         def train_on_dev(candidates: list[Group]):
             folder = args.output_dir / "tune"
-            return run_groups(
-                candidates, [ladder.seed], dev_evaluation, dev_sets, folder, args.jobs
-            )
+            return run_groups(candidates, [ladder.seed], dev_sets, folder, args.jobs)
 
-        tunings, failures = tune_groups(groups, ladder, dev_sets, train_on_dev)
+        tunings, failed = tune_groups(groups, ladder, train_on_dev)
+        failures.update(failed)
         groups = apply_chosen_values(groups, ladder.key, tunings)
         tuning = {**ladder._asdict(), "data": dev_sets, "groups": tunings}
-    results, failed = run_groups(
-        groups, args.seeds, evaluation, sets, args.output_dir / "runs", args.jobs
-    )
+    folder = args.output_dir / "runs"
+    results, failed = run_groups(groups, args.seeds, sets, folder, args.jobs)
     failures.update(failed)
     train_data = sorted({result["identity"]["train_data"] for result in results.values()})
     context = {
         "command": shlex.join(["python", *sys.argv]),
         "settings": {
             "options": {key: str(value) for key, value in options.items()},
-            "evaluation": evaluation,
+            "seconds": args.seconds,
         },
         "data": {"evaluation": sets, "train": train_data},
         "tuning": tuning,

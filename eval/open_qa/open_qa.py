@@ -207,25 +207,8 @@ def make_answer_matcher(answers: Sequence[str], match: Match = "string") -> Call
     never found either (DPR finds it in every text).
     """
     if match == "string":
-        return _make_string_matcher(answers)
-    return _make_regex_matcher(answers)
-
-
-def _make_string_matcher(answers: Sequence[str]) -> Callable[[str], bool]:
-    answer_tokens = []
-    for answer in answers:
-        tokens = _join_tokens(answer)
-        if tokens.strip():
-            answer_tokens.append(tokens)
-
-    def has_answer(text: str) -> bool:
-        text_tokens = _join_tokens(text)
-        return any(tokens in text_tokens for tokens in answer_tokens)
-
-    return has_answer
-
-
-def _make_regex_matcher(answers: Sequence[str]) -> Callable[[str], bool]:
+        answer_tokens = [tokens for tokens in map(_join_tokens, answers) if tokens.strip()]
+        return lambda text: any(tokens in _join_tokens(text) for tokens in answer_tokens)
     patterns = []
     for answer in answers:
         with suppress(re.error, OverflowError, RecursionError):

@@ -1,7 +1,7 @@
-"""Modules of the parts of benchmarks/gpu.py, and settings to run them."""
+"""Modules of the parts of benchmarks/gpu.py, and their cases in a dry run."""
 
 import importlib
-import time
+import math
 from collections.abc import Callable
 from types import ModuleType
 from typing import Any
@@ -21,11 +21,16 @@ def part(monkeypatch) -> Callable[[str], ModuleType]:
 @pytest.fixture
 def make_run(part) -> Callable[..., Any]:
     """Return a function that makes the settings of a dry run."""
-    settings = part("settings")
+    make = importlib.import_module("measuring.run").Run
+    return lambda deadline=math.inf: make(torch.device("cpu"), deadline, is_tiny=True)
 
-    def make(deadline: float | None = None) -> Any:
-        if deadline is None:
-            deadline = time.monotonic() + 60
-        return settings.Run(settings.TINY, torch.device("cpu"), deadline, is_tiny=True)
 
-    return make
+@pytest.fixture
+def measure(part, make_run) -> Callable[[str], dict[str, Any]]:
+    """Return a function that measures all cases of a part with tiny sizes."""
+
+    def measure_cases(name: str) -> dict[str, Any]:
+        module = part(name)
+        return {case: get() for case, get in module.list_cases(module.TINY, make_run())}
+
+    return measure_cases

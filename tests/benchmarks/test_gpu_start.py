@@ -9,5 +9,5 @@ def test_program_runs_parts_and_records_a_given_commit(tmp_path):
     assert dry_run.code == 0
     assert set(dry_run.records) == set(parts)
     for record in dry_run.records.values():
-        assert record["measured"]
+        assert record["result"]["passed"]
         assert record["git_commit"] == "abc"

@@ -19,7 +19,7 @@ from comparison import processes
 from comparison import run as comparison_run
 from comparison.plan import Group, make_groups, read_options
 from comparison.report import METRICS, build_report, render_markdown
-from comparison.tuning import apply_chosen_values, choose_value, read_ladder, tune_groups
+from comparison.tuning import apply_chosen_values, read_ladder, tune_groups
 
 from contaccum.errors import ConfigError
 from contaccum.evaluation.metrics import add_holm, sign_flip_test
@@ -134,33 +134,32 @@ def test_mistakes_are_refused_before_anything_runs(tokens, options, methods, var
 
 
 @pytest.fixture
-def evaluation(data_folder) -> dict[str, Any]:
-    return {"data": [str(data_folder / "beir")], "split": "test", "precision": "float32"}
+def sets(data_folder) -> list[dict[str, Any]]:
+    return comparison_run.describe_sets([str(data_folder / "beir")], "test")
 
 
-def make_jobs(groups, evaluation, folder) -> list[dict[str, Any]]:
-    sets = comparison_run.describe_evaluation_sets(evaluation)
-    return comparison_run.make_jobs(groups, [3], evaluation, sets, folder)
+def make_jobs(groups, sets, folder) -> list[dict[str, Any]]:
+    return comparison_run.make_jobs(groups, [3], sets, folder)
 
 
 def test_a_run_of_another_model_in_the_same_folder_has_another_identity(
-    tokens, tiny_model_path, evaluation, tmp_path
+    tokens, tiny_model_path, sets, tmp_path
 ):
     model = tmp_path / "model"
     shutil.copytree(tiny_model_path, model)
     groups = plan_runs([*tokens, f"--model={model}"], ["contaccum"])
-    [job] = make_jobs(groups, evaluation, tmp_path)
-    [same_job] = make_jobs(groups, evaluation, tmp_path)
+    [job] = make_jobs(groups, sets, tmp_path)
+    [same_job] = make_jobs(groups, sets, tmp_path)
     assert job["identity"] == same_job["identity"]
     (model / "config.json").write_text((model / "config.json").read_text() + " ")
-    [other_job] = make_jobs(groups, evaluation, tmp_path)
+    [other_job] = make_jobs(groups, sets, tmp_path)
     assert job["identity"] != other_job["identity"]
 
 
-def test_all_methods_start_from_the_same_weights_and_data_order(tokens, evaluation, tmp_path):
+def test_all_methods_start_from_the_same_weights_and_data_order(tokens, sets, tmp_path):
     """tests/training/test_data_order.py checks that an order has the same pairs in each update."""
     groups = plan_runs(tokens, ["in_batch", "contaccum"])
-    results = [comparison_run.run_job(job) for job in make_jobs(groups, evaluation, tmp_path)]
+    results = [comparison_run.run_job(job) for job in make_jobs(groups, sets, tmp_path)]
     assert len({result["initial_weights"] for result in results}) == 1
     assert len({result["data_order"] for result in results}) == 1
     assert len({result["final_loss"] for result in results}) == 2
@@ -186,11 +185,9 @@ def test_data_order_depends_on_the_micro_batch_only_where_batches_are_composed(t
 
 
 @pytest.mark.long  # the process takes ten seconds to start
-def test_a_run_in_a_process_has_the_result_of_this_process(
-    tokens, evaluation, tmp_path, monkeypatch
-):
+def test_a_run_in_a_process_has_the_result_of_this_process(tokens, sets, tmp_path, monkeypatch):
     monkeypatch.setenv("PYTHONPATH", f"{ROOT / 'eval' / 'compare'}:{ROOT}")
-    [job] = make_jobs(plan_runs(tokens, ["contaccum"]), evaluation, tmp_path)
+    [job] = make_jobs(plan_runs(tokens, ["contaccum"]), sets, tmp_path)
     assert processes.run_jobs([job], 1) == {}
     result = read_json(Path(job["folder"], "result.json"))
     expected = comparison_run.run_job(job)
@@ -262,19 +259,6 @@ def test_an_interrupt_leaves_no_process(tmp_path):
 # Tuning
 
 
-@pytest.mark.parametrize(
-    ("scores", "chosen"),
-    [
-        ({"1e-5": 1.0, "3e-5": None, "9e-5": 2.0}, "9e-5"),
-        ({"1e-5": 1.0, "3e-5": 1.0, "9e-5": 1.0}, "3e-5"),  # an inner one of equal values
-        ({"2": 1.0, "1": 1.0}, "1"),  # the smaller one of equal values
-        ({"1e-5": None}, None),
-    ],
-)
-def test_value_of_the_best_score_is_chosen(scores, chosen):
-    assert choose_value(scores) == chosen
-
-
 def make_train(best_rates, rounds):
     """Return a function that replaces training.
 
@@ -293,8 +277,7 @@ def make_train(best_rates, rounds):
             score = 0.5 - abs(rate - best_rates[group.entry])
             evaluations = {}
             for data, gain in (("a", 0.2), ("b", 0.0)):
-                scores = {query: {"NDCG@10": score + gain} for query in ("q0", "q1")}
-                evaluations[data] = {"metrics": {"NDCG@10": score + gain}, "per_query": scores}
+                evaluations[data] = {"metrics": {"NDCG@10": score + gain}}
             results[group.run_name(3)] = {"evaluations": evaluations}
         return results, failed
 
@@ -304,30 +287,26 @@ def make_train(best_rates, rounds):
 def test_every_group_is_tuned_by_its_own_scores_in_common_rounds(tokens):
     groups = plan_runs(tokens, ["grad_accum", "contaccum"], [["slow", "learning_rate=1e-5"]])
     rounds: list[list[str]] = []
-    ladder = read_ladder("learning_rate=1e-3,2e-3,1", 2.0, 5, 3)
-    train = make_train({"grad_accum": 2e-3, "contaccum": 4e-4}, rounds)
-    sets = [{"name": data, "query_groups": {"q0": 0, "q1": 1}} for data in ("a", "b")]
-    tunings, failed = tune_groups(groups, ladder, sets, train)
+    ladder = read_ladder("learning_rate=1e-3,2e-3,1", 3)
+    train = make_train({"grad_accum": 2e-3, "contaccum": 6e-4}, rounds)
+    tunings, failed = tune_groups(groups, ladder, train)
     assert [len(names) for names in rounds] == [6, 1, 1]
-    assert rounds[1] == ["contaccum_learning_rate-0.0005"]
-    assert tunings["grad_accum"]["scores"] == {"1e-3": 0.599, "2e-3": 0.6, "1": None}
+    assert rounds[1] == ["contaccum_learning_rate-0.00056"]
+    assert tunings["grad_accum"]["scores"] == {1e-3: 0.599, 2e-3: 0.6, 1.0: None}
     # The mean over two data sets.
-    score = tunings["contaccum"]["scores"]["0.0005"]
-    assert score == pytest.approx(0.5 + 0.1 - 1e-4)
+    score = tunings["contaccum"]["scores"][5.6e-4]
+    assert score == pytest.approx(0.5 + 0.1 - 4e-5)
     assert failed["tune/grad_accum_learning_rate-1_seed-3"] == "not finite"
-    assert tunings["grad_accum"]["worst"]["value"] == "1e-3"
-    assert tunings["grad_accum"]["worst"]["difference"] == pytest.approx(1e-3)
-    assert tunings["grad_accum"]["worst"]["groups"] == 4
     assert not tunings["contaccum"]["at_end"]
 
     final = apply_chosen_values(groups, "learning_rate", tunings)
     assert [group.name for group in final] == [
-        "grad_accum_learning_rate-2e-3",
-        "contaccum_learning_rate-0.0005",
+        "grad_accum_learning_rate-0.002",
+        "contaccum_learning_rate-0.00056",
         "slow",
     ]
     rates = [get_training_arguments(group).learning_rate for group in final]
-    assert rates == [2e-3, 5e-4, 1e-5]
+    assert rates == [2e-3, 5.6e-4, 1e-5]
     tunings["contaccum"]["chosen"] = None  # every run failed
     assert len(apply_chosen_values(groups, "learning_rate", tunings)) == 2
 
@@ -352,7 +331,7 @@ FEW_GROUPS = (
 )
 CONTEXT = {
     "command": "python eval/compare/compare.py",
-    "settings": {"options": {"bank_size": "20"}},
+    "settings": {"options": {"bank_size": "20"}, "seconds": None},
     "data": {"evaluation": SETS},
     "tuning": None,
 }
@@ -457,20 +436,20 @@ def test_group_has_mean_and_standard_deviation_over_seeds(groups, results):
 def test_unfair_differences_and_uncertain_choices_are_warned_of(groups, results):
     results["contaccum_seed-1"]["initial_weights"] = "other"
     results["published_seed-0"]["updates"] = 9
-    worst = {"value": "1e-3", "difference": 0.1, "low": -0.1, "high": 0.3}
-    group = {"entry": "contaccum", "chosen": "1", "at_end": True, "worst": worst}
-    group["scores"] = {"1e-3": 0.1, "1": 0.2}
+    group = {"entry": "contaccum", "chosen": 1.0, "at_end": True, "scores": {1e-3: 0.1, 1.0: 0.2}}
     tuning = {"key": "learning_rate", "seed": 0, "data": SETS, "groups": {"contaccum": group}}
     context = {**CONTEXT, "tuning": tuning}
     report = build_report(groups, [0, 1], "grad_accum", results, {}, context)
-    few_groups, at_end, not_decided, same_data, weights, updates = report["warnings"]
+    few_groups, at_end, same_data, weights, updates = report["warnings"]
     assert few_groups == FEW_GROUPS
     assert "at an end" in at_end
-    assert "not significantly better" in not_decided
     assert "beir" in same_data
     assert weights == "contaccum: another initial_weights than grad_accum (seeds 1)"
     assert updates == "published: another updates than grad_accum (seeds 0)"
     assert "**0.2000**" in render_markdown(report)
+    in_equal_time = {**CONTEXT, "settings": {"options": {}, "seconds": 60.0}}
+    report = build_report(groups, [0, 1], "grad_accum", results, {}, in_equal_time)
+    assert report["warnings"] == [few_groups, weights]
 
 
 def test_failed_runs_are_named_and_the_rest_is_reported(groups, results):
@@ -562,6 +541,29 @@ def make_dev_data(beir: Path, dev: Path) -> Path:
     return dev
 
 
+def test_in_equal_time_each_method_has_as_many_updates_as_fit_into_it(
+    compare, tmp_path, monkeypatch
+):
+    update_seconds = {"grad_accum": 2.0, "contaccum": 2.5}
+    run_job = comparison_run.run_job
+
+    def run_slowly(job: Any) -> dict[str, Any]:
+        return {**run_job(job), "seconds_per_update": update_seconds[job["entry"]]}
+
+    monkeypatch.setattr(comparison_run, "run_job", run_slowly)
+    monkeypatch.setattr(comparison_run, "run_jobs", run_jobs_in_this_process)
+    assert (
+        compare(tmp_path, "--seconds=6", "--seeds=3", "--methods", "grad_accum", "contaccum") == 0
+    )
+    report = read_json(tmp_path / "report.json")
+    updates = {name: group["updates"] for name, group in report["groups"].items()}
+    assert updates == {"grad_accum": 3, "contaccum": 2}
+    assert not any("updates" in line for line in report["warnings"])
+    timed = read_json(tmp_path / "time" / "contaccum_seed-3" / "result.json")
+    assert timed["updates"] == comparison_run.TIMED_UPDATES
+    assert timed["evaluations"] == {}
+
+
 @pytest.mark.long
 def test_methods_are_tuned_on_dev_then_run_at_their_best(
     compare, data_folder, tmp_path, monkeypatch
@@ -570,7 +572,7 @@ def test_methods_are_tuned_on_dev_then_run_at_their_best(
     output = tmp_path / "out"
     monkeypatch.setattr(comparison_run, "run_jobs", run_jobs_in_this_process)
     options = ["--seeds", "3", "--methods", "grad_accum", "contaccum"]
-    options += ["--tune", "learning_rate=1e-4,1e-3", "--tune_data", str(dev), "--tune_most", "3"]
+    options += ["--tune", "learning_rate=1e-4,1e-3", "--tune_data", str(dev)]
     assert compare(output, *options) == 0
     report = read_json(output / "report.json")
     tunings = report["tuning"]["groups"]

@@ -19,6 +19,7 @@ from contaccum.evaluation.results import (
     check_requirement,
     compare,
     comparison_table,
+    fill_page,
     read_previous,
     read_result,
     read_trec_run,
@@ -309,3 +310,8 @@ def test_an_earlier_result_without_the_metric_is_refused(tmp_path):
     write_record(tmp_path, "x")
     with pytest.raises(DataError, match=r"s\.x\.json: has no MRR@10"):
         read_previous(tmp_path / "s.x.json", "MRR@10")
+
+
+def test_a_page_without_a_place_for_a_table_is_refused():
+    with pytest.raises(ValueError, match="no place for the table 'storing'"):
+        fill_page("# Page\n", {"storing": "| |"})

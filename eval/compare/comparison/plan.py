@@ -19,7 +19,6 @@ from contaccum.settings import (
     find,
     read,
     replace,
-    uses,
 )
 from contaccum.training.arguments import ContAccumTrainingArguments
 
@@ -136,16 +135,11 @@ def _make_group(
     return group.change(**values, method=method)
 
 
-def is_tunable(group: Group, key: str) -> bool:
-    """Return True if the method of a group uses a setting and its entry has no value for it."""
-    return key not in group.overrides and uses(group.method, key)
-
-
-def add_setting(group: Group, key: str, value: str) -> Group:
+def add_setting(group: Group, key: str, value: float) -> Group:
     """Return a group with one more setting, which is also added to its name.
 
     Raises:
         ConfigError: if `contaccum train` refuses the value.
     """
-    name = f"{group.name}_{key}-{quote(value, safe='+')}"
-    return group._replace(name=name).change(**read([f"--{key}={value}"]))
+    text = f"{value:.15g}"  # a whole number without a point
+    return group._replace(name=f"{group.name}_{key}-{text}").change(**read([f"--{key}={text}"]))

@@ -47,7 +47,7 @@ SAME_AS_BASELINE = (
     *("initial_weights", "data_order", "pairs_per_update", "updates"),
     *("git_commit", "versions", "machine"),
 )
-"""Keys of a run's result that must be equal in a fair comparison."""
+"""Keys of a run's result that must be equal in a fair comparison. Updates differ in equal time."""
 
 Results = Mapping[str, Mapping[str, Any]]
 
@@ -68,6 +68,7 @@ def build_report(
         failed: {name of the run: reason}.
         context: command, settings, data, tuning, versions and commit, which are copied unchanged.
     """
+    pairs = _pair_runs(groups, seeds, baseline, results)
     runs = {}
     for name, result in results.items():
         runs[name] = {key: result[key] for key in result if key not in ("evaluations", "identity")}
@@ -75,16 +76,33 @@ def build_report(
         **context,
         "baseline": baseline,
         "seeds": list(seeds),
-        "warnings": [
-            *_find_few_groups(context),
-            *_find_tuning_weaknesses(context),
-            *_find_unfair_differences(groups, seeds, baseline, results),
-        ],
+        "warnings": [*_find_weaknesses(context), *_find_unfair_runs(pairs, baseline, context)],
         "failed": dict(failed),
         "groups": {group.name: _summarize(group, seeds, results) for group in groups},
-        "comparisons": _compare_with_baseline(groups, seeds, baseline, results, context),
+        "comparisons": _compare(pairs, context),
         "runs": runs,
     }
+
+
+Pairs = dict[str, dict[int, tuple[Mapping[str, Any], Mapping[str, Any]]]]
+"""{name of a group: {seed: (its run, the run of the baseline)}}"""
+
+
+def _pair_runs(
+    groups: Sequence[Group], seeds: Sequence[int], baseline: str, results: Results
+) -> Pairs:
+    """Pair the runs of each group with those of the baseline; without seeds that miss a run."""
+    pairs: Pairs = {}
+    for base_group in [group for group in groups if group.entry == baseline]:
+        for group in groups:
+            if group is base_group:
+                continue
+            pairs[group.name] = {}
+            for seed in seeds:
+                names = (group.run_name(seed), base_group.run_name(seed))
+                if all(name in results for name in names):
+                    pairs[group.name][seed] = (results[names[0]], results[names[1]])
+    return pairs
 
 
 def _summarize(group: Group, seeds: Sequence[int], results: Results) -> dict[str, Any]:
@@ -96,11 +114,8 @@ def _summarize(group: Group, seeds: Sequence[int], results: Results) -> dict[str
         metrics[data] = {}
         for metric in METRICS:
             values = [run["evaluations"][data]["metrics"][metric] for run in runs]
-            metrics[data][metric] = {
-                "mean": statistics.fmean(values),
-                "sd": statistics.stdev(values) if len(values) > 1 else None,
-                "values": values,
-            }
+            sd = statistics.stdev(values) if len(values) > 1 else None
+            metrics[data][metric] = {"mean": statistics.fmean(values), "sd": sd, "values": values}
     summary: dict[str, Any] = {
         "entry": group.entry,
         "method": group.method,
@@ -114,83 +129,33 @@ def _summarize(group: Group, seeds: Sequence[int], results: Results) -> dict[str
     return summary
 
 
-def _compare_with_baseline(
-    groups: Sequence[Group],
-    seeds: Sequence[int],
-    baseline: str,
-    results: Results,
-    context: Mapping[str, Any],
-) -> list[dict[str, Any]]:
+def _compare(pairs: Pairs, context: Mapping[str, Any]) -> list[dict[str, Any]]:
     """Compare every group with the baseline, on every data set by every metric.
 
-    The score of a query is averaged over the seeds for which both groups have a finished run.
-    ``p_holm`` is corrected over all rows with the same data set and metric.
+    The score of a query is averaged over seeds. ``p_holm`` is corrected over all rows with the same
+    data set and metric.
     """
     rows = []
-    query_groups = {data["name"]: data["query_groups"] for data in context["data"]["evaluation"]}
-    families: dict[tuple[str, str], list[dict[str, Any]]] = {}
-    for group, pairs in _pair_runs(groups, seeds, baseline, results):
-        for data in pairs[0][1]["evaluations"] if pairs else ():
-            ours = [run["evaluations"][data] for _, run, _ in pairs]
-            theirs = [run["evaluations"][data] for _, _, run in pairs]
-            for metric in METRICS:
-                row = {
-                    "group": group.name,
-                    "data": data,
-                    "metric": metric,
-                    "seeds": [seed for seed, _, _ in pairs],
-                    **compare_queries(ours, theirs, metric, query_groups[data]),
-                }
-                rows.append(row)
-                families.setdefault((data, metric), []).append(row)
-    for family in families.values():
-        add_holm(family)
+    for data in context["data"]["evaluation"]:
+        for metric in METRICS:
+            family = []
+            for name, runs in pairs.items():
+                if not runs:
+                    continue
+                ours, theirs = (
+                    average_by_query([run["evaluations"][data["name"]] for run in side], metric)
+                    for side in zip(*runs.values(), strict=True)
+                )
+                row = {"group": name, "data": data["name"], "metric": metric, "seeds": list(runs)}
+                test = sign_flip_test(ours, theirs, data["query_groups"])
+                family.append({**row, "queries": len(ours), **test})
+            add_holm(family)
+            rows += family
     return rows
 
 
-def _pair_runs(
-    groups: Sequence[Group], seeds: Sequence[int], baseline: str, results: Results
-) -> Iterator[tuple[Group, list[tuple[int, Mapping[str, Any], Mapping[str, Any]]]]]:
-    """Yield each group but the baseline's, with (seed, its run, run of the baseline).
-
-    Seeds of which a run is missing are left out.
-    """
-    for base_group in groups:
-        if base_group.entry != baseline:
-            continue
-        for group in groups:
-            pairs = []
-            for seed in seeds:
-                run = results.get(group.run_name(seed))
-                base_run = results.get(base_group.run_name(seed))
-                if run is not None and base_run is not None:
-                    pairs.append((seed, run, base_run))
-            if group is not base_group:
-                yield group, pairs
-
-
-def compare_queries(
-    ours: Sequence[Mapping[str, Any]],
-    theirs: Sequence[Mapping[str, Any]],
-    metric: str,
-    query_groups: Mapping[str, int],
-) -> dict[str, Any]:
-    """Compare two groups of runs; see `sign_flip_test`.
-
-    Args:
-        ours, theirs: evaluations of the same queries, one per seed.
-        query_groups: {query id: its group}.
-
-    Returns:
-        The number of queries, and the result of the test; its ``groups`` are groups of queries.
-    """
-    scores = average_by_query(ours, metric)
-    test = sign_flip_test(scores, average_by_query(theirs, metric), query_groups)
-    return {"queries": len(scores), **test}
-
-
 def average_by_query(evaluations: Sequence[Mapping[str, Any]], metric: str) -> dict[str, float]:
-    """Return {query id: mean of its score over evaluations}, for instance one per seed."""
+    """Return {query id: mean of its score over evaluations}, one per seed."""
     means = {}
     for query in evaluations[0]["per_query"]:
         means[query] = statistics.fmean(
@@ -199,64 +164,56 @@ def average_by_query(evaluations: Sequence[Mapping[str, Any]], metric: str) -> d
     return means
 
 
-def _find_few_groups(context: Mapping[str, Any]) -> Iterator[str]:
-    """Yield warnings about data sets whose queries are about few passages."""
+def _find_weaknesses(context: Mapping[str, Any]) -> Iterator[str]:
+    """Yield warnings about few passages, uncertain tuning, and scores on the tuning data."""
     for data in context["data"]["evaluation"]:
         num_groups = len(set(data["query_groups"].values()))
         yield from warn_of_few_groups(f"the queries of {data['name']}", num_groups)
-
-
-def _find_tuning_weaknesses(context: Mapping[str, Any]) -> Iterator[str]:
-    """Yield warnings about uncertain choices of tuning, and about scores on the tuning data."""
     tuning = context["tuning"]
     if not tuning:
         return
     key = tuning["key"]
     for group in tuning["groups"].values():
-        entry, chosen, worst = group["entry"], group["chosen"], group["worst"]
+        entry, chosen = group["entry"], group["chosen"]
         if chosen is None:
             yield f"{entry}: every run of tuning {key} failed, so there are no final runs"
         elif group["at_end"]:
-            yield f"{entry}: the best {key}, {chosen}, is at an end of the values tried"
-        if worst is not None and worst["low"] <= 0.0:
-            yield (
-                f"{entry}: on dev, {key} {chosen} is not significantly better than the worst value "
-                f"{worst['value']} ({worst['difference']:+.4f}, {_format_interval(worst)})"
-            )
+            yield f"{entry}: the best {key}, {chosen:g}, is at an end of the values tried"
     tuning_data = {data["fingerprint"] for data in tuning["data"]}
     for data in context["data"]["evaluation"]:
         if data["fingerprint"] in tuning_data:
             yield f"{data['name']}: {key} was chosen on these data, so the scores are optimistic"
 
 
-def _find_unfair_differences(
-    groups: Sequence[Group], seeds: Sequence[int], baseline: str, results: Results
-) -> Iterator[str]:
+def _find_unfair_runs(pairs: Pairs, baseline: str, context: Mapping[str, Any]) -> Iterator[str]:
     """Yield warnings about runs that differ from the baseline's run in more than the method."""
-    for group, pairs in _pair_runs(groups, seeds, baseline, results):
+    for name, runs in pairs.items():
         for key in SAME_AS_BASELINE:
-            differing = [str(seed) for seed, run, base_run in pairs if run[key] != base_run[key]]
-            if differing:
-                yield f"{group.entry}: another {key} than {baseline} (seeds {', '.join(differing)})"
+            if key == "updates" and context["settings"]["seconds"] is not None:
+                continue
+            seeds = [str(seed) for seed, (run, base) in runs.items() if run[key] != base[key]]
+            if seeds:
+                yield f"{name}: another {key} than {baseline} (seeds {', '.join(seeds)})"
 
 
 def render_markdown(report: Mapping[str, Any]) -> str:
     """Return the text of report.md: the main metric, warnings, other metrics, costs, settings."""
     sets = report["data"]["evaluation"]
-    names = [data["name"] for data in sets]
     parts = [f"# {', '.join(group['entry'] for group in report['groups'].values())}"]
-    for name in names:
-        parts.append(_render_scores(report, name, MAIN_METRIC))
+    parts += [_render_scores(report, data["name"], MAIN_METRIC) for data in sets]
     lines = [*report["warnings"]]
-    for name, reason in report["failed"].items():
-        lines.append(f"failed: {name}: {reason}")
+    lines += [f"failed: {name}: {reason}" for name, reason in report["failed"].items()]
     if lines:
         parts.append("## Warnings\n\n" + "\n".join(f"- {line}" for line in lines))
-    for name in names:
-        for metric in METRICS:
-            if metric != MAIN_METRIC:
-                parts.append(_render_scores(report, name, metric))
-    parts.append(_render_costs(report))
+    for data in sets:
+        parts += [_render_scores(report, data["name"], name) for name in METRICS][1:]
+    cells = []
+    for name, group in report["groups"].items():
+        line = [name, str(len(group["seeds"]))]
+        for key, _, form in COST.values():
+            line.append("" if group[key] is None else form.format(group[key]))
+        cells.append(line)
+    parts.append(f"## Cost\n\n{markdown_table(['runs', 'seeds', *COST], cells)}")
     if report["tuning"]:
         parts.append(_render_tuning(report["tuning"]))
     lines = [f"`{report['command']}`", ""]
@@ -286,47 +243,29 @@ def _render_scores(report: Mapping[str, Any], data: str, metric: str) -> str:
         if data not in group["metrics"]:
             continue
         scores = group["metrics"][data][metric]
-        sd = "" if scores["sd"] is None else f"{scores['sd']:.4f}"
-        line = [name, f"{scores['mean']:.4f}", sd]
-        row = comparisons.get(name)
-        if row is None:
-            line += [""] * 4
-        else:
-            line += [f"{row['difference']:+.4f}", _format_interval(row)]
-            line += [f"{row['p_value']:.3f}", f"{row['p_holm']:.3f}"]
+        line = [name, scores["mean"], scores["sd"], *[""] * 4]
+        if row := comparisons.get(name):
+            line[3:] = f"{row['difference']:+.4f}", f"{row['low']:+.4f} to {row['high']:+.4f}"
+            line += f"{row['p_value']:.3f}", f"{row['p_holm']:.3f}"
         cells.append(line)
     header = ["runs", "mean", "sd", f"minus {report['baseline']}"]
     header += ["95% interval", "p", "p (Holm)"]
     return f"## {METRICS[metric]} on {data}\n\n{markdown_table(header, cells)}"
 
 
-def _render_costs(report: Mapping[str, Any]) -> str:
-    cells = []
-    for name, group in report["groups"].items():
-        line = [name, str(len(group["seeds"]))]
-        for key, _, form in COST.values():
-            line.append("" if group[key] is None else form.format(group[key]))
-        cells.append(line)
-    return f"## Cost\n\n{markdown_table(['runs', 'seeds', *COST], cells)}"
-
-
 def _render_tuning(tuning: Mapping[str, Any]) -> str:
     """Return the table of the scores on dev of each value; the chosen one is in bold."""
-    values = {value for group in tuning["groups"].values() for value in group["scores"]}
-    ordered = sorted(values, key=float)
+    values = sorted({value for group in tuning["groups"].values() for value in group["scores"]})
     cells = []
     for group in tuning["groups"].values():
         line = [group["entry"]]
-        for value in ordered:
+        for value in values:
             score = group["scores"].get(value)
             text = "" if score is None else f"{score:.4f}"
             line.append(f"**{text}**" if value == group["chosen"] else text)
         cells.append(line)
+    table = markdown_table(["entry", *(f"{value:g}" for value in values)], cells)
     return (
         f"## Tuning of {tuning['key']}\n\n{METRICS[MAIN_METRIC]} on dev, with seed "
-        f"{tuning['seed']}:\n\n{markdown_table(['entry', *ordered], cells)}"
+        f"{tuning['seed']}:\n\n{table}"
     )
-
-
-def _format_interval(test: Mapping[str, float]) -> str:
-    return f"{test['low']:+.4f} to {test['high']:+.4f}"

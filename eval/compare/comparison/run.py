@@ -35,23 +35,29 @@ from contaccum.training.log import TRAIN_LOG, read_log
 from contaccum.training.setup import load_data, load_encoder, load_run_data
 from contaccum.training.trainer import make_trainer
 
-Evaluation = Mapping[str, Any]
-"""``data`` (a list of BEIR folders or names), ``split`` and ``precision`` of the scores."""
+Sets = Sequence[Mapping[str, Any]]
+"""The data sets that models are scored on, as `describe_sets` returns them."""
 
 Results = Mapping[str, Mapping[str, Any]]
 """{name of the run: content of its result.json}"""
 
+TIMED_UPDATES = 5
+"""The updates from which the time of an update is taken."""
+
 _K_VALUES = (10, 20, 100)
 
 
-def describe_evaluation_sets(evaluation: Evaluation) -> list[dict[str, Any]]:
-    """Return name, sizes and fingerprint of each data set that models are scored on.
+def describe_sets(sources: Sequence[str], split: str) -> list[dict[str, Any]]:
+    """Return name, path, split, sizes and fingerprint of each data set that models are scored on.
 
     ``query_groups`` is {query id: its group}: queries about the same passage are in one group.
+
+    Args:
+        sources: BEIR folders or names.
     """
     sets = []
-    for path in evaluation["data"]:
-        data = load_beir_data(path, evaluation["split"])
+    for source in sources:
+        data = load_beir_data(source, split)
         sets.append({**describe_data(data), "query_groups": group_queries(data)})
     if len({data["name"] for data in sets}) < len(sets):
         raise ConfigError("give data sets with different names")
@@ -61,15 +67,13 @@ def describe_evaluation_sets(evaluation: Evaluation) -> list[dict[str, Any]]:
 def run_groups(
     groups: Sequence[Group],
     seeds: Sequence[int],
-    evaluation: Evaluation,
-    sets: Sequence[Mapping[str, Any]],
+    sets: Sets,
     folder: Path,
     max_processes: int | None,
 ) -> tuple[Results, dict[str, str]]:
     """Do the runs that are not finished yet.
 
     Args:
-        sets: the descriptions of the data sets, as `describe_evaluation_sets` returns them.
         folder: the parent folder of the folders of the runs.
         max_processes: see `run_jobs`.
 
@@ -79,7 +83,7 @@ def run_groups(
     Raises:
         ConfigError: for a finished run that had other settings or data.
     """
-    jobs = make_jobs(groups, seeds, evaluation, sets, folder)
+    jobs = make_jobs(groups, seeds, sets, folder)
     finished = read_results(jobs)
     print(f"{len(finished)} of {len(jobs)} runs are finished already", flush=True)
     missing = [job for job in jobs if job["name"] not in finished]
@@ -87,21 +91,33 @@ def run_groups(
     return read_results(jobs), failed
 
 
-def make_jobs(
-    groups: Sequence[Group],
-    seeds: Sequence[int],
-    evaluation: Evaluation,
-    sets: Sequence[Mapping[str, Any]],
-    folder: Path,
-) -> list[Job]:
+def fit_into_seconds(
+    groups: Sequence[Group], seconds: float, seed: int, folder: Path
+) -> tuple[list[Group], dict[str, str]]:
+    """Give each group as many updates as fit into a time, by the median of its first updates.
+
+    These are timed one group after the other, in short runs that are not scored.
+
+    Returns:
+        The groups, and {name of the run: why it failed}; a group whose run failed is left out.
+    """
+    short = [group.change(max_steps=TIMED_UPDATES) for group in groups]
+    results, failed = run_groups(short, [seed], [], folder, 1)
+    fitted = []
+    for group in groups:
+        if group.run_name(seed) in results:
+            update_seconds = results[group.run_name(seed)]["seconds_per_update"]
+            fitted.append(group.change(max_steps=max(1, int(seconds / update_seconds))))
+    return fitted, {f"time/{name}": reason for name, reason in failed.items()}
+
+
+def make_jobs(groups: Sequence[Group], seeds: Sequence[int], sets: Sets, folder: Path) -> list[Job]:
     """Return a job for every run, seed by seed.
 
     A job's ``identity`` holds everything that decides the result of the run. A finished run is used
     again only if its identity is the same.
     """
-    evaluation_identity = {"eval_precision": evaluation["precision"]}
-    for data in sets:
-        evaluation_identity[f"eval_data {data['name']}"] = data["fingerprint"]
+    scored_on = {f"eval_data {data['name']}": data["fingerprint"] for data in sets}
     # {settings that decide which data are read: fingerprint}: each data set is read once.
     train_fingerprints: dict[str, str] = {}
     jobs = []
@@ -119,11 +135,11 @@ def make_jobs(
                     "seed": seed,
                     "folder": str(run_folder),
                     "settings": to_dict(settings),
-                    "evaluation": dict(evaluation),
+                    "sets": [(data["path"], data["split"]) for data in sets],
                     "identity": {
                         **describe_settings(settings),
                         "train_data": train_fingerprints[data_key],
-                        **evaluation_identity,
+                        **scored_on,
                     },
                 }
             )
@@ -147,7 +163,6 @@ def read_results(jobs: Sequence[Job]) -> dict[str, dict[str, Any]]:
 def run_job(job: Job) -> dict[str, Any]:
     """Train and score the run of a job, and return the content of its result.json."""
     code_record = provenance()  # read before training, because the checkout may change meanwhile
-    evaluation = job["evaluation"]
     settings = replace(Settings(), **job["settings"])
     args = ContAccumTrainingArguments.from_settings(settings)
     data = load_run_data(settings, args)
@@ -161,17 +176,16 @@ def run_job(job: Job) -> dict[str, Any]:
     norm_ratios = [
         record["grad_norm_ratio"] for record in log if record.get("grad_norm_ratio") is not None
     ]
-    # Without the mixed precision of training, so that ``precision`` decides.
+    # Scored in float32, without the mixed precision of training.
     model = trainer.accelerator.unwrap_model(trainer.model, keep_fp32_wrapper=False)
     evaluations = {}
-    for path in evaluation["data"]:
+    for path, split in job["sets"]:
         result = evaluate_beir(
             model,
-            load_beir_data(path, evaluation["split"]),
+            load_beir_data(path, split),
             _K_VALUES,
             show_progress=False,
             similarity=args.similarity,
-            precision=evaluation["precision"],
         )
         name = result.data["name"]
         evaluations[name] = {"metrics": result.metrics, "per_query": result.per_query}

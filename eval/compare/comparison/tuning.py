@@ -1,9 +1,9 @@
 """Tuning of one setting: the best value for each group, on dev data.
 
 Every group starts with the same values. While the best value of a group is the smallest or the
-largest one that was tried, one more value is tried beyond it; see `comparison.ladder`.
-The next values depend only on the scores, so the same command tries the same values again. The data
-on which the final runs are scored are not used here.
+largest one that was tried, one more value beyond it is tried. The values to try next depend only on
+the scores, so a search that was killed and started again tries the same values. The data on which
+the final runs are scored are not used here.
 """
 
 from __future__ import annotations
@@ -12,78 +12,67 @@ from collections.abc import Callable, Mapping, Sequence
 from statistics import fmean
 from typing import Any, NamedTuple
 
-from comparison.ladder import find_best_value, next_values
-from comparison.plan import Group, add_setting, is_tunable, refuse_reserved_keys
-from comparison.report import MAIN_METRIC, average_by_query
+from comparison.plan import Group, add_setting, refuse_reserved_keys
+from comparison.report import MAIN_METRIC
 from comparison.run import Results
 from contaccum.errors import ConfigError
-from contaccum.evaluation.metrics import sign_flip_test
+from contaccum.settings import uses
+
+FACTOR = 1.8
+"""The ratio between the smallest or largest value and a value beyond it."""
+MAX_VALUES = 12
+"""The largest number of values that a group tries."""
 
 
 class Ladder(NamedTuple):
-    """The setting that is tuned, and the values to try.
-
-    Attributes:
-        key: the name of the setting.
-        values: the values that every group tries, as text.
-        factor: the ratio between the smallest or largest value and a value beyond it.
-        max_values: the largest number of values that a group tries.
-        seed: the seed of the runs.
-    """
+    """The setting that is tuned, the values that every group tries, and the seed of the runs."""
 
     key: str
-    values: Sequence[str]
-    factor: float
-    max_values: int
+    values: Sequence[float]
     seed: int
 
 
-def read_ladder(text: str, factor: float, max_values: int, seed: int) -> Ladder:
+def read_ladder(text: str, seed: int) -> Ladder:
     """Parse ``key=value,value`` to a ladder; raise `ConfigError` for fewer than two values."""
     key, _, value_text = text.partition("=")
-    # By number, so that 1e-4 and 0.0001 count once.
-    values = {float(value): value for value in value_text.split(",")}
-    if len(values) < 2 or min(values) <= 0 or factor < 1.1:
+    values = list(dict.fromkeys(float(value) for value in value_text.split(",")))
+    if len(values) < 2 or min(values) <= 0:
         raise ConfigError(f"--tune {text}: write key=value,value with two positive numbers or more")
     refuse_reserved_keys([key])
-    return Ladder(key, list(values.values()), factor, max_values, seed)
+    return Ladder(key, values, seed)
 
 
 def tune_groups(
     groups: Sequence[Group],
     ladder: Ladder,
-    sets: Sequence[Mapping[str, Any]],
     train: Callable[[Sequence[Group]], tuple[Results, dict[str, str]]],
 ) -> tuple[dict[str, dict[str, Any]], dict[str, str]]:
-    """Tune all groups that use the setting, in rounds.
+    """Tune all groups that use the setting and have no value of their own for it, in rounds.
 
     A round has the runs that every group needs next, so that they can run at the same time.
 
     Args:
-        sets: the dev sets, as `describe_evaluation_sets` returns them.
         train: a function that does the missing runs of groups, with the seed of the ladder. It
             returns {name of the run: result} and {name of the run: why it failed}.
 
     Returns:
         {name of the group: its tuning}, and {name of the run: why it failed}. A tuning has the
         ``entry``, the ``scores`` {value: its score on dev, None if the run failed}, the ``chosen``
-        value, ``at_end``, and under ``worst`` the comparison with the value of the lowest score.
+        value, None if all failed, and ``at_end``.
     """
-    scores: dict[str, dict[str, float | None]] = {}
-    query_scores: dict[str, dict[str, dict[str, float]]] = {}
+    tunable = {}
     for group in groups:
-        if is_tunable(group, ladder.key):
-            scores[group.name] = {}
-            query_scores[group.name] = {}
-    groups_by_name = {group.name: group for group in groups}
+        if ladder.key not in group.overrides and uses(group.method, ladder.key):
+            tunable[group.name] = group
+    scores: dict[str, dict[float, float | None]] = {name: {} for name in tunable}
     all_failed: dict[str, str] = {}
     while True:
         candidates = []
         for name, tried in scores.items():
-            for value in next_texts(ladder.values, ladder.factor, ladder.max_values, tried):
+            for value in next_values(ladder.values, tried):
                 tried[value] = None
                 try:
-                    candidate = add_setting(groups_by_name[name], ladder.key, value)
+                    candidate = add_setting(tunable[name], ladder.key, value)
                 except ConfigError:
                     if value in ladder.values:
                         raise
@@ -94,82 +83,54 @@ def tune_groups(
         if not candidates:
             break
         results, failed = train([candidate for _, _, candidate in candidates])
-        for run_name, reason in failed.items():
-            all_failed[f"tune/{run_name}"] = reason
+        all_failed |= {f"tune/{run_name}": reason for run_name, reason in failed.items()}
         for name, value, candidate in candidates:
             result = results.get(candidate.run_name(ladder.seed))
             if result is not None:
-                evaluations = result["evaluations"]
-                scores[name][value] = fmean(
-                    evaluation["metrics"][MAIN_METRIC] for evaluation in evaluations.values()
-                )
-                query_scores[name][value] = _join_query_scores(evaluations)
-    query_groups = {}  # with the keys of `_join_query_scores`
-    for data in sets:
-        name = data["name"]
-        for query, group in data["query_groups"].items():
-            query_groups[f"{name} {query}"] = f"{name} {group}"
+                evaluations = result["evaluations"].values()
+                scores[name][value] = fmean(data["metrics"][MAIN_METRIC] for data in evaluations)
     tunings = {}
     for name, tried in scores.items():
-        chosen = choose_value(tried)
-        ordered = sorted(tried, key=float)
+        chosen = find_best_value(tried)
         tunings[name] = {
-            "entry": groups_by_name[name].entry,
-            "scores": {value: tried[value] for value in ordered},
+            "entry": tunable[name].entry,
+            "scores": dict(sorted(tried.items())),
             "chosen": chosen,
-            "at_end": chosen in (ordered[0], ordered[-1]),
-            "worst": _compare_with_worst(chosen, tried, query_scores[name], query_groups),
+            "at_end": chosen in (min(tried), max(tried)),
         }
     return tunings, all_failed
 
 
-def next_texts(
-    values: Sequence[str], factor: float, max_values: int, scores: Mapping[str, float | None]
-) -> list[str]:
-    """Return the values that `next_values` returns, as text: those of the user as they are."""
-    texts = {float(text): text for text in (*values, *scores)}
-    scores_by_value = {float(text): score for text, score in scores.items()}
-    numbers = next_values([float(text) for text in values], factor, max_values, scores_by_value)
-    return [texts.get(number, f"{number:.6g}".replace("e-0", "e-")) for number in numbers]
+def next_values(values: Sequence[float], scores: Mapping[float, float | None]) -> list[float]:
+    """Return the values to try next; empty if the ladder is complete.
 
+    First all ``values`` are tried. Then, while the best value is the smallest or the largest one,
+    one value beyond it is tried, rounded to two significant digits. A value without a score still
+    counts as an end of the ladder, so no value beyond it is tried.
 
-def choose_value(scores: Mapping[str, float | None]) -> str | None:
-    """Return the value that `find_best_value` selects; None if no value has a score."""
-    scored = {float(value): score for value, score in scores.items() if score is not None}
-    if not scored:
-        return None
-    best = find_best_value(scored)
-    return next(value for value in scores if float(value) == best)
-
-
-def _join_query_scores(evaluations: Mapping[str, Any]) -> dict[str, float]:
-    """Return {data set and query: its score by the main metric}."""
-    scores = {}
-    for data, evaluation in evaluations.items():
-        for query, score in average_by_query([evaluation], MAIN_METRIC).items():
-            scores[f"{data} {query}"] = score
-    return scores
-
-
-def _compare_with_worst(
-    chosen: str | None,
-    scores: Mapping[str, float | None],
-    query_scores: Mapping[str, Mapping[str, float]],
-    query_groups: Mapping[str, Any],
-) -> dict[str, Any] | None:
-    """Compare the chosen value with the value that has the lowest score; see `sign_flip_test`.
-
-    Returns:
-        None if no other value was scored.
+    Args:
+        scores: {value: its score on dev} of the values that were tried; the score is None if the
+            run failed.
     """
-    others = {
-        value: score for value, score in scores.items() if score is not None and value != chosen
-    }
-    if chosen is None or not others:
-        return None
-    worst = min(others, key=others.__getitem__)
-    test = sign_flip_test(query_scores[chosen], query_scores[worst], query_groups)
-    return {"value": worst, **test}
+    untried_values = [value for value in values if value not in scores]
+    if untried_values:
+        return untried_values
+    best = find_best_value(scores)
+    if best not in (min(scores), max(scores)) or len(scores) >= MAX_VALUES:
+        return []
+    beyond = best / FACTOR if best == min(scores) else best * FACTOR
+    return [float(f"{beyond:.1e}")]
+
+
+def find_best_value(scores: Mapping[float, float | None]) -> float | None:
+    """Return the value with the highest score; None if no value has a score.
+
+    Of values with equal scores, one that is neither the smallest nor the largest is preferred, then
+    the smaller one.
+    """
+    scored = {value: score for value, score in scores.items() if score is not None}
+    ends = (min(scores), max(scores))
+    return max(sorted(scored), key=lambda value: (scored[value], value not in ends), default=None)
 
 
 def apply_chosen_values(
@@ -180,6 +141,6 @@ def apply_chosen_values(
     for group in groups:
         if group.name not in tunings:
             tuned.append(group)
-        elif tunings[group.name]["chosen"] is not None:
-            tuned.append(add_setting(group, key, tunings[group.name]["chosen"]))
+        elif (chosen := tunings[group.name]["chosen"]) is not None:
+            tuned.append(add_setting(group, key, chosen))
     return tuned

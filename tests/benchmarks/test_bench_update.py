@@ -1,9 +1,7 @@
-"""benchmarks/bench_*.py with tiny models and sizes."""
+"""benchmarks/bench_update.py with a tiny model and sizes."""
 
 import json
-import sys
 
-import pytest
 from programs import run_program
 
 METHODS = ["in_batch", "grad_accum", "grad_cache", "contaccum", "pre_batch", "contaccum_cached"]
@@ -17,7 +15,7 @@ def test_bench_update_times_every_method(tmp_path):
     run_program("benchmarks/bench_update.py", *argv, "--device", "cpu")
     result = json.loads(output.read_text())
     records = {record["method"]: record for record in result["records"]}
-    assert list(records) == METHODS
+    assert set(records) == set(METHODS)
     assert records["grad_accum"]["ratio"] == 1
     for record in records.values():
         assert record["seconds"] > 0
@@ -25,13 +23,3 @@ def test_bench_update_times_every_method(tmp_path):
         assert records[method]["bank"] == 16, method
     for method in ("in_batch", "grad_accum", "grad_cache"):
         assert records[method]["bank"] == 0, method
-
-
-@pytest.mark.skipif(sys.platform != "linux", reason="peak memory is read from /proc")
-def test_bench_encode_reports_peak_memory_of_a_generated_corpus(tmp_path):
-    output = tmp_path / "encode.json"
-    run_program("benchmarks/bench_encode.py", "--stub", "--rows", 100, "--output", output)
-    result = json.loads(output.read_text())["result"]
-    assert result["rows"] == 100
-    assert result["before_mb"] > 0
-    assert result["peak_mb"] >= result["before_mb"]
