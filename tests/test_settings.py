@@ -153,7 +153,7 @@ def test_a_written_config_says_that_it_needs_the_flag(tmp_path):
         ("bank_size: many", [], r"c\.yaml: bank_size cannot be 'many'"),
         ("per_device_train_batch_size: 8.5", [], "a whole number or auto"),
         ("bf16: 2", [], "must be true or false"),
-        ("weight_decay: much", [], "--weight_decay"),
+        ("weight_decay: much", [], "weight_decay cannot be 'much'"),
     ],
 )
 def test_text_that_cannot_be_read_is_refused(text, arguments, named, tmp_path):
