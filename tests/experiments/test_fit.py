@@ -242,10 +242,10 @@ def test_each_kind_of_documents_has_a_verdict_if_it_has_ten_queries(
     for verdict in verdicts.values():
         assert "; from base with BM25 to both towers" in str(verdict)
     monkeypatch.setattr(fit_module, "fit", lambda *_, **__: FitResult(verdicts, tmp_path, []))
-    monkeypatch.chdir(tmp_path)
-    Path("pairs.csv").write_text("query,positive\na,b\n")
     is_better = gain_of_new > 0 or kinds in (["known"], ["all"])
-    assert main(["fit", "pairs.csv", "--require", "better"]) == (0 if is_better else 1)
+    pairs = write_lines(tmp_path / "pairs.jsonl", [{"query": "q", "positive": "p"}])
+    argv = ["fit", str(pairs), "--model", str(tmp_path), "--require", "better"]
+    assert main(argv) == (0 if is_better else 1)
 
 
 @pytest.mark.parametrize(("left_for_splits", "num_folds"), [(1000.0, 3), (1.0, 1)])
