@@ -99,7 +99,7 @@ MAX_EPOCHS = 20
 
 _POOL_DEPTH = 10  # top documents of each query in a run; nDCG@10 depends on no others
 _LEAST_SECONDS = 5.0  # for the updates of a training
-_CHEAP_SHARE = 0.2  # of the time left; another rate is tried if the last training took less
+_CHEAP_SHARE = 0.2  # of the time left; a query tower that takes less comes before both towers
 _LEAST_SHARE_OF_LENGTH = 0.75  # a training must be longer by half than those before, at least
 _RESERVE_FACTOR = 1.2  # of a time that is computed from earlier ones; machines are noisy
 _ROWS_PER_SHARD = 2000  # of a store; a killed process loses at most one shard
@@ -537,10 +537,17 @@ class Ladder:
         """Make the candidates of all rungs for which there is time."""
         self._search_without_training()
         if not self._has_one_tower:
+            reason = explain_no_query_side(self.settings, self.job.given)
+            if reason:
+                self.job.print_line(f"the query tower is not trained alone: {reason}")
             self._fit_linear_map()
-            self._train_query_tower()
+            self._train_query_tower(_CHEAP_SHARE)
         self._train_both_towers()
         self._train_further()
+        if not self._has_one_tower:
+            # Trainings of both towers may need more time than is left, because their models encode
+            # the documents.
+            self._train_query_tower(1.0)
 
     def _search_without_training(self) -> None:
         def score() -> list[dict[str, Any]]:
@@ -570,10 +577,14 @@ class Ladder:
 
         self._add(name, lambda folder: on_first_rank(lambda: fit_and_score(folder)))
 
-    def _train_query_tower(self) -> None:
-        reason = explain_no_query_side(self.settings, self.job.given)
-        if reason:
-            self.job.print_line(f"the query tower is not trained alone: {reason}")
+    def _train_query_tower(self, largest_share: float) -> None:
+        """Train the query tower at the first rate, and at others.
+
+        Args:
+            largest_share: of the time that is left, which the last training may have taken if
+                another rate is to be tried.
+        """
+        if explain_no_query_side(self.settings, self.job.given):
             return
         rate = first_rate = self._choose_rate("query_side")
         trained: list[Candidate] = []  # the best of each rate
@@ -583,12 +594,12 @@ class Ladder:
             if not self._is_done(name):
                 if seconds < _LEAST_SECONDS:
                     return
-                if trained and trained[-1].training_seconds > _CHEAP_SHARE * seconds:
+                if trained and trained[-1].training_seconds > largest_share * seconds:
                     return
             settings = self._make_settings("query_side", learning_rate=rate)
             num_updates = self._count_updates(settings, QUERY_TOWER_EPOCHS)
             shown = f"query tower at {rate:g}"
-            added = self._train(
+            added = [each for each in self.candidates if each.folder == name] or self._train(
                 name, shown, QUERY_TOWER, settings, num_updates, seconds, (1.0, *BLENDS)
             )
             trained.append(max(added, key=lambda each: each.score))

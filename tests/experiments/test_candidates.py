@@ -411,11 +411,26 @@ def test_the_rate_of_the_query_tower_rises_while_that_is_better(
     assert [rate for _, rate, _, _ in calls] == pytest.approx(expected, rel=0.05)
 
 
-def test_only_a_cheap_query_tower_is_trained_at_other_rates(root, tmp_path, fake_train):
+@pytest.mark.parametrize(
+    ("seconds_per_document", "methods"),
+    [
+        (0.0, ["query_side", "contaccum", "contaccum"]),  # which takes all the time
+        (10.0, ["query_side"] * 3),  # both towers would have to encode the documents
+    ],
+)
+def test_other_rates_of_the_query_tower_that_are_not_cheap_take_what_both_towers_leave(
+    root, tmp_path, fake_train, seconds_per_document, methods
+):
     """Three epochs are more than a fifth of the time."""
-    calls = fake_train({"query_side": [0.3]})
-    make_ladder(root, tmp_path, ends_at=140.0, method="query_side").climb()
-    assert len(calls) == 1
+    calls = fake_train({"query_side": [0.3, 0.4, 0.2], "contaccum": [0.2, 0.2]})
+    ladder = make_ladder(root, tmp_path, ends_at=120.0)
+    ladder._seconds_per_document = seconds_per_document
+    ladder.climb()
+    assert [method for method, *_ in calls] == methods
+    rates = [rate for method, rate, _, _ in calls if method == "query_side"]
+    assert rates == pytest.approx([rates[0] * 3**n for n in range(len(rates))], rel=0.05)
+    num_query_towers = len([each for each in ladder.candidates if each.rung == 2])
+    assert num_query_towers == 3 * len(rates)  # with two blends each, and none of them twice
 
 
 def test_both_towers_are_blended_if_a_kind_of_documents_has_lost(
