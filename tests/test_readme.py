@@ -127,9 +127,11 @@ def describe_candidate(candidate: dict[str, Any]) -> str:
 def make_fits() -> list[str]:
     """Return the rows of the table of `contaccum fit`, and the statements about it."""
     fits: dict[tuple[str, str], list[dict[str, Any]]] = {}
-    for cell in read("fit.json")["cells"]:
-        for kind in cell["verdicts"]:
-            if cell["data"] in FITTED_SETS:
+    cells = [cell for cell in read("fit.json")["cells"] if cell["data"] in FITTED_SETS]
+    for cell in cells:
+        budgets = [each["budget_seconds"] for each in cells if each["data"] == cell["data"]]
+        if cell["budget_seconds"] == max(budgets):
+            for kind in cell["verdicts"]:
                 fits.setdefault((cell["data"], kind), []).append(cell)
     statements = []
     minutes = []
