@@ -78,8 +78,7 @@ BLENDS = (0.5, 0.75)
 MAP_FILE = "map.safetensors"
 STORE_FOLDER = "store"
 RATE_FACTOR = 3.0
-"""Each learning rate is the one before it times this, as long as that is better; else the first one
-is divided by it."""
+"""Learning rates are tried that are higher or lower by this factor."""
 MAX_RATES = 4
 """The number of rates of the query tower, at most."""
 QUERY_TOWER_EPOCHS = 3
@@ -156,8 +155,11 @@ class Candidate:
 
 
 def has_no_loss(scores: Scores, free: Candidate) -> bool:
-    """Return whether scores are at most `LARGEST_LOSS` below those of the best search without
-    training, on each kind of documents and on each guard.
+    """Return whether no score is more than `LARGEST_LOSS` below that of `free`.
+
+    Args:
+        scores: by kind of documents, and by guard.
+        free: the best search without training.
     """
     return max(free.scores[kind] - score for kind, score in scores.items()) <= LARGEST_LOSS
 
@@ -536,15 +538,18 @@ class Ladder:
     def climb(self) -> None:
         """Make the candidates of all rungs for which there is time."""
         self._search_without_training()
+        has_query_tower = False
         if not self._has_one_tower:
             reason = explain_no_query_side(self.settings, self.job.given)
+            has_query_tower = not reason
             if reason:
                 self.job.print_line(f"the query tower is not trained alone: {reason}")
             self._fit_linear_map()
+        if has_query_tower:
             self._train_query_tower(_CHEAP_SHARE)
         self._train_both_towers()
         self._train_further()
-        if not self._has_one_tower:
+        if has_query_tower:
             # Trainings of both towers may need more time than is left, because their models encode
             # the documents.
             self._train_query_tower(1.0)
@@ -584,8 +589,6 @@ class Ladder:
             largest_share: of the time that is left, which the last training may have taken if
                 another rate is to be tried.
         """
-        if explain_no_query_side(self.settings, self.job.given):
-            return
         rate = first_rate = self._choose_rate("query_side")
         trained: list[Candidate] = []  # the best of each rate
         for _ in range(1 if "learning_rate" in self.job.given else MAX_RATES):

@@ -383,8 +383,10 @@ def choose_base_model(job: Job, models: Sequence[str]) -> str:
             line = f"base model: {model_name(best)}"
             groups = group_queries(dataset)
             for model in scores:
+                if model == best:
+                    continue
                 test = sign_flip_test(query_scores[best], query_scores[model], groups)
-                if model != best and test["low"] <= 0.0:
+                if test["low"] <= 0.0:
                     line += f"; {model_name(model)} is not significantly worse on dev"
         job.print_line(line)
         is_complete = len(scores) == len(models)
