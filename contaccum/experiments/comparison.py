@@ -16,6 +16,7 @@ from contaccum.data.records import Record
 from contaccum.data.rows import RecordReport
 from contaccum.encoders.dual_encoder import DualEncoder
 from contaccum.evaluation.evaluator import RetrievalEvaluator
+from contaccum.evaluation.metrics import MIN_CHANGED_GROUPS, sign_flip_test
 from contaccum.evaluation.results import Run
 from contaccum.experiments.candidates import MEAN, Candidate, search_with
 from contaccum.retrieval.bm25 import fuse_runs
@@ -26,10 +27,11 @@ ScoreColumns = dict[str, dict[str, Any]]
 """{column: {test query: value}}: nDCG@10 of each of `SYSTEMS`, whether it is "known", its "texts"
 (those of the query and of its relevant documents), and, once folds are pooled, its "group"."""
 MAX_SHOWN_QUERIES = 10
-"""The record shows so many queries with the largest gains, and as many with the largest losses."""
+"""The record shows so many queries with the largest gains, with the largest losses, and failing."""
 
 _SHOWN_METRICS = ("NDCG@10", "MRR@10", "Recall@100")  # their names in the report
 _NUM_TOP_DOCUMENTS = 3  # retrieved documents that the record shows for a query
+_NUM_FIRST = 5  # documents among which users look for the right one
 
 
 class SystemResult(NamedTuple):
@@ -130,8 +132,20 @@ def tabulate(
     kinds: Collection[str],
     candidates: Sequence[Candidate],
     chosen: Candidate,
+    free_system: str,
+    groups: Mapping[str, Any],
 ) -> list[dict[str, Any]]:
-    """Return a row for each system: its name and its scores on dev and test."""
+    """Return a row for each system: its name and its scores on dev and test.
+
+    ``low`` and ``high`` are the nDCG@10 on test of the best search without training, plus the
+    limits of the 95% interval of the difference from it; None if the test gives no interval.
+
+    Args:
+        scores: the scores of the test queries, which are in ``groups``.
+        kinds: the kinds of documents, each of which has a verdict.
+        free_system: the system that is the best search without training.
+    """
+    free = statistics.fmean(scores[free_system].values())
     bm25_candidate, base_candidate = candidates[:2]
     rows = (
         ("bm25", "BM25", bm25_candidate.scores),
@@ -142,8 +156,13 @@ def tabulate(
     )
     table = []
     for system, name, dev in rows:
-        row = {"name": name, "dev": dev.get(MEAN)}  # None for the vectors of BM25
+        row: dict[str, Any] = {"name": name, "is_free": system == free_system}
+        row["dev"] = dev.get(MEAN)  # None for the vectors of BM25
         row |= {metric: results[system].means[metric.lower()] for metric in _SHOWN_METRICS}
+        test = sign_flip_test(scores[system], scores[free_system], groups)
+        has_interval = test["changed_groups"] >= MIN_CHANGED_GROUPS
+        row["low"] = free + test["low"] if has_interval else None
+        row["high"] = free + test["high"] if has_interval else None
         if len(kinds) > 1:
             for kind in kinds:
                 of_kind = [
@@ -160,11 +179,14 @@ def tabulate(
 def compare_queries(
     dataset: BeirDataset, base: SystemResult, trained: SystemResult
 ) -> dict[str, Any]:
-    """Return the queries with the largest gains and losses, and the number of gains and losses.
+    """Return the queries that gained most, that lost most, and that still fail, with their numbers.
+
+    A query fails if neither search has a relevant document among the first ten. ``first`` is the
+    number of queries with a relevant document among the first five, before and after.
 
     Args:
         dataset: the test set.
-        base, trained: the results of the base model and of the trained model.
+        base, trained: the results of the search without training and of the chosen candidate.
     """
     gains = {
         query_id: trained.query_scores[query_id] - base_score
@@ -174,17 +196,34 @@ def compare_queries(
     gained.sort(key=gains.__getitem__, reverse=True)
     lost = [query_id for query_id, gain in gains.items() if gain < 0]
     lost.sort(key=gains.__getitem__)
+    failing = [
+        query_id
+        for query_id, gain in gains.items()
+        if gain == 0 and trained.query_scores[query_id] == 0
+    ]
 
     def describe(query_ids: list[str]) -> list[dict[str, Any]]:
         shown = query_ids[:MAX_SHOWN_QUERIES]
         return [_describe_query(dataset, query_id, base, trained) for query_id in shown]
 
+    def count_found(run: Run) -> int:
+        return sum(
+            any(
+                document["is_gold"]
+                for document in _get_top_documents(dataset, query_id, run, _NUM_FIRST)
+            )
+            for query_id in gains
+        )
+
     return {
         "gained": describe(gained),
         "lost": describe(lost),
+        "failing": describe(failing),
         "num_gained": len(gained),
         "num_lost": len(lost),
+        "num_failing": len(failing),
         "num_same": len(gains) - len(gained) - len(lost),
+        "first": {"before": count_found(base.run), "after": count_found(trained.run)},
     }
 
 
@@ -198,17 +237,19 @@ def _describe_query(
         "before": base.query_scores[query_id],
         "after": trained.query_scores[query_id],
         "gold": [dict(dataset.corpus[name]) for name in relevant if name in dataset.corpus],
-        "top_before": _get_top_documents(dataset, query_id, base.run),
-        "top_after": _get_top_documents(dataset, query_id, trained.run),
+        "top_before": _get_top_documents(dataset, query_id, base.run, _NUM_TOP_DOCUMENTS),
+        "top_after": _get_top_documents(dataset, query_id, trained.run, _NUM_TOP_DOCUMENTS),
     }
 
 
-def _get_top_documents(dataset: BeirDataset, query_id: str, run: Run) -> list[dict[str, Any]]:
+def _get_top_documents(
+    dataset: BeirDataset, query_id: str, run: Run, number: int
+) -> list[dict[str, Any]]:
     """Return the texts of a query's top documents, each with a mark whether it is relevant."""
     scores = run.get(query_id, {})
     ranking = sorted(scores, key=lambda document_id: -scores[document_id])
     top_documents = []
-    for document_id in ranking[:_NUM_TOP_DOCUMENTS]:
+    for document_id in ranking[:number]:
         is_relevant = dataset.qrels[query_id].get(document_id, 0) > 0
         top_documents.append({**dataset.corpus[document_id], "is_gold": is_relevant})
     return top_documents

@@ -603,6 +603,7 @@ def judge(
     records = [verdict.record() for verdict in verdicts.values()]
     paths = {"path": str(pairs.path), "corpus": pairs.corpus and str(pairs.corpus)}
     lines = [describe_vectors(scores)] if chosen.system != "bm25" else []
+    free_system = "bm25" if free.system == "bm25" else "base_with_bm25"
     record = {
         "request": {**job.request, "settings": dict(job.given), **asdict(pairs), **paths},
         "verdict": records[0],
@@ -612,7 +613,15 @@ def judge(
         "model": model_name(base_model),
         "data": paths,
         "split": asdict(split),
-        "scores": tabulate(results, first_scores, verdicts, ladder.candidates, chosen),
+        "scores": tabulate(
+            results,
+            first_scores,
+            verdicts,
+            ladder.candidates,
+            chosen,
+            free_system,
+            groups=scores["group"],
+        ),
         "candidates": [asdict(candidate) for candidate in ladder.candidates],
         "free": free.number,
         "chosen": chosen.number,
@@ -620,7 +629,7 @@ def judge(
         "bm25_weight": recommended.bm25_weight,
         "changes": compare_queries(
             test_set,
-            results["bm25" if free.system == "bm25" else "base_with_bm25"],
+            results[free_system],
             results["trained_with_bm25"],
         ),
         "seconds": {**job.budget.stage_seconds, "total": job.budget.used_here()},

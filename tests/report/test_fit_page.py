@@ -12,7 +12,7 @@ import pytest
 
 from contaccum.experiments.candidates import Candidate
 from contaccum.experiments.verdict import Verdict, compute_verdict, warn_of_test
-from contaccum.report.fit_page import build_fit_page, join_title_and_text, make_ladder_panel
+from contaccum.report.fit_page import build_fit_page, join_title_and_text
 
 SCRIPT = "<script>alert(1)</script>"
 
@@ -31,9 +31,9 @@ def make_record(free: float, chosen: float) -> dict[str, Any]:
     verdict = compute_verdict_of(dict.fromkeys(queries, free), dict.fromkeys(queries, chosen))
     scores = []
     for name, score in (("BM25", 0.5), ("a model with BM25", free), ("query tower", chosen)):
-        scores.append(
-            {"name": name, "dev": score, "NDCG@10": score, "MRR@10": score, "Recall@100": 1.0}
-        )
+        metrics = {"NDCG@10": score, "MRR@10": score, "Recall@100": 1.0}
+        row = {"name": name, "is_free": name == "a model with BM25", "dev": score, **metrics}
+        scores.append({**row, "low": None if row["is_free"] else score, "high": score})
     document = {"title": f"A title {SCRIPT}", "text": "word " * 200}
     change = {
         "query": f"a question {SCRIPT}",
@@ -71,7 +71,16 @@ def make_record(free: float, chosen: float) -> dict[str, Any]:
         "chosen": 3,
         "recommended": 3,
         "bm25_weight": 0.1,
-        "changes": {"gained": [change], "lost": [], "num_gained": 10, "num_lost": 0, "num_same": 0},
+        "changes": {
+            "gained": [change] * 5,
+            "lost": [],
+            "failing": [change],
+            "num_gained": 7,
+            "num_lost": 0,
+            "num_failing": 3,
+            "num_same": 3,
+            "first": {"before": 4, "after": 6},
+        },
         "seconds": {"candidates": 10.0, "total": 20.0},
         "budget_seconds": 60.0,
         "made_with": {
@@ -95,22 +104,41 @@ def test_the_verdict_comes_first_and_the_other_parts_follow(tmp_path):
     page = build_page_of_record(tmp_path, make_record(0.4, 0.6))
     body = page[page.index("<body>") :]
     order = [
+        "The right passage is among the first five for 6 of 10 questions; with the best search "
+        "that needs no training, for 4.",
         "BETTER",
-        "the vectors alone",
+        "The vectors alone",
+        "nDCG@10 on test, with the 95% interval",
         "take this with care",
-        "<h2>Scores",
-        "gained most",
-        "lost most",
+        "<h2>What to do next",
+        "Questions that gained most",
+        "Questions that lost most",
+        "Questions that still fail",
+        "Scores on test",
         "The candidates",
-        "Load and serve",
+        "<h2>Load and serve",
     ]
     positions = [body.index(text) for text in order]
     assert positions == sorted(positions)
+    assert body.count("BETTER") == 2  # the word, and its class
     assert "0.600" in body
     assert re.search(r"<td>3\. tower .* \(chosen\)</td>", body)
     assert "--bm25_weight 0.1" in body
     assert "contaccum train" in body
-    assert "an index that was built with that model stays valid" in " ".join(body.split())
+    assert "Keep your index" in body
+    assert "NDCG" not in body
+    assert body.count('<details class="query" open>') == 3 + 1  # of five, and of one
+    assert body.count('<details class="query">') == 2
+
+
+def test_the_page_shows_no_absolute_path(tmp_path):
+    record = make_record(0.4, 0.6)
+    record["data"]["path"] = str(tmp_path / "pairs.csv")
+    record["candidates"][3]["settings"]["train_data"] = str(tmp_path / "out" / "train.jsonl")
+    page = build_page_of_record(tmp_path, record)
+    assert str(tmp_path) not in page
+    assert "pairs.csv" in page
+    assert "train_data: train.jsonl" in page
 
 
 def test_the_page_serves_what_is_recommended(tmp_path):
@@ -119,6 +147,7 @@ def test_the_page_serves_what_is_recommended(tmp_path):
     record |= {"recommended": 1, "chosen": 0, "bm25_weight": 0.3}
     body = build_page_of_record(tmp_path, record)
     assert "--bm25_weight 0.3" in body
+    assert "Keep a model with BM25: no training is needed" in body
     assert "<td>0. BM25 (chosen)</td>" in body
     assert "contaccum train" not in body  # BM25 has no training
 
@@ -132,26 +161,27 @@ def test_texts_are_escaped_and_credentials_are_not_shown(tmp_path):
     assert not re.search(r"(?:src|href)=[\"']?http", page)
 
 
-@pytest.mark.parametrize(("chosen", "word"), [(0.4, "LEVEL"), (0.2, "WORSE")])
-def test_the_page_advises_to_keep_the_best_free_search_unless_training_has_paid(
-    tmp_path, chosen, word
-):
-    page = build_page_of_record(tmp_path, make_record(0.4, chosen))
+@pytest.mark.parametrize(
+    ("chosen", "word", "advice"),
+    [(0.4, "LEVEL", "add pairs of the questions"), (0.2, "WORSE", "differs between training and")],
+)
+def test_the_next_steps_suit_the_verdict(tmp_path, chosen, word, advice):
+    record = make_record(0.4, chosen) | {"recommended": 1}
+    page = build_page_of_record(tmp_path, record)
     assert f"<strong>{word}</strong>" in page
-    assert "keep a model with BM25." in page
+    assert "Keep a model with BM25: no training is needed" in page
+    assert advice in page
+    record["changes"]["num_failing"] = 0
+    assert "collect harder questions" in build_page_of_record(tmp_path, record)
 
 
-def test_the_chart_is_the_ladder(tmp_path):
-    """Scores on dev by minutes, with a colour for each rung."""
-    panel = make_ladder_panel(make_record(0.4, 0.6))
-    assert panel.lines == {
-        "no training": [(0.1, 0.5), (0.2, 0.6)],
-        "linear map": [(0.3, 0.65)],
-        "query tower": [(1.0, 0.7)],
-        "chosen": [(1.0, 0.7)],
-    }
+def test_the_charts_are_the_ladder_and_the_test_with_its_intervals(tmp_path):
     page = build_page_of_record(tmp_path, make_record(0.4, 0.6))
-    assert re.findall("<figcaption>(.*?)</figcaption>", page) == ["nDCG@10 on dev by minutes"]
+    ladder, on_test = re.findall(r"<svg.*?</svg>", page, flags=re.S)
+    for text in ("no training", "linear map", "query tower", "minutes"):
+        assert text in ladder
+    for text in ("BM25: 0.500", "a model with BM25: 0.400", "query tower: 0.600"):
+        assert text in on_test
     ids = re.findall(r'\bid="([^"]+)"', page)
     assert ids
     assert len(ids) == len(set(ids))
