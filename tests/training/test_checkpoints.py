@@ -190,7 +190,7 @@ def test_a_run_limited_by_epochs_trains_no_further_update(tmp_path):
 
 
 def test_a_longer_run_killed_before_its_first_checkpoint_is_not_finished(tmp_path):
-    """The killed start has written its own length to run.json."""
+    """The killed start has written its own length to identity.json."""
     make_trainer(tmp_path, 12, **SAVE_EVERY_UPDATE, num_train_epochs=1).train()
     killed = make_trainer(tmp_path, 12, **SAVE_EVERY_UPDATE, num_train_epochs=3)
     call_at_micro_step(killed, 1, kill)
