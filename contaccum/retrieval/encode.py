@@ -238,7 +238,7 @@ class CorpusEncoder:
 
     Args:
         model: a SentenceTransformer.
-        model_name: name of the model for store.json.
+        model_name: name of the model for the result of the store.
         corpus: file or BEIR folder that `read_texts` reads.
         folder: folder of the store.
         dtype: type of the stored embeddings, "float32" or "float16".

@@ -248,7 +248,7 @@ class ContAccumTrainer(SentenceTransformerTrainer):
         args = self.args
         work.require_own_folder(Path(str(args.output_dir)), TRAINING, allows_files=True)
         self._resumed = checkpoint.choose_checkpoint(resume_from_checkpoint, args)
-        if not self._identity:
+        if not self._identity:  # in an earlier call, an engine may have sharded the parameters
             self._identity = self._describe_run()
         folder = None
         if self._resumed is None:
@@ -264,7 +264,7 @@ class ContAccumTrainer(SentenceTransformerTrainer):
                 self.updates.set_micro_batch_size(saved["micro_batch"])
             work.require_same_work(
                 path,
-                self._identity["resume"],
+                self._list_resume_settings(),
                 "a run cannot resume from it, because its bank, optimizer or position in the data "
                 f"would not be valid; set it back, or start a new run with --model {path}",
             )
@@ -361,11 +361,7 @@ class ContAccumTrainer(SentenceTransformerTrainer):
         return position
 
     def _describe_run(self) -> dict[str, Any]:
-        """Return the description of the run, before an engine shards the parameters.
-
-        Its entry "resume" has all that a resumed run must share with its checkpoint. A message
-        shows the names, so those that are not arguments are in plain words.
-        """
+        """Return the description of the run; see `_list_resume_settings` about "resume"."""
         args, model, dataset = self.args, self.model, self.train_dataset
         num_parameters = num_trained_parameters = 0
         frozen_base = {}
@@ -407,12 +403,7 @@ class ContAccumTrainer(SentenceTransformerTrainer):
         resume["guide"] = guide and model_fingerprint(guide.model)
         resume["documents of the store"] = documents and documents.fingerprint
         resume["data fingerprint"] = fingerprint
-        # With another sampler than the default, or several data sets, the order of the rows also
-        # depends on the batch size.
         resume["batch_sampler"] = get_name(args.batch_sampler)
-        is_default_sampler = resume["batch_sampler"] == BatchSamplers.BATCH_SAMPLER.value
-        if not is_default_sampler or isinstance(dataset, dict):
-            resume["pairs per batch of the sampler"] = args.train_batch_size
         description = {
             "pairs_per_update": args.total_train_batch_size,
             "data": {"fingerprint": fingerprint, "rows": num_rows, **self._data_record},
@@ -434,6 +425,19 @@ class ContAccumTrainer(SentenceTransformerTrainer):
             "arguments": self._user_arguments,
             **provenance(),
         }
+
+    def _list_resume_settings(self) -> dict[str, Any]:
+        """Return the identity of a checkpoint: all that a resumed run must share with it.
+
+        Messages show the names, so those that are not arguments are in plain words.
+        """
+        settings = self._identity["resume"]
+        # With another sampler than the default, or several data sets, the order of the rows also
+        # depends on the batch size, which "auto" may have to find first.
+        is_default_sampler = settings["batch_sampler"] == BatchSamplers.BATCH_SAMPLER.value
+        if not is_default_sampler or isinstance(self.train_dataset, dict):
+            settings["pairs per batch of the sampler"] = self.args.train_batch_size
+        return settings
 
     def _start_run(self) -> None:
         """Load the bank of a checkpoint, write the identity, remove checkpoints to be replaced."""
@@ -672,7 +676,7 @@ class ContAccumTrainer(SentenceTransformerTrainer):
                     "micro_batch": args.pairs_per_micro_batch,
                     "rows_fit": self.updates.max_rows,
                 }
-                work.write_identity(folder, self._identity["resume"])
+                work.write_identity(folder, self._list_resume_settings())
                 work.finish(folder, saved, has_sizes=True)
                 # The checkpoint is complete. Only now may older ones be removed.
                 checkpoint.remove_oldest(

@@ -170,7 +170,7 @@ def test_repeated_ids_are_refused(root, tmp_path, monkeypatch):
     ("options", "message"),
     [
         (["--device", "abacus"], "abacus"),
-        (["--output", "STORE", "--passage_max_length", 20], "another tokenisation"),
+        (["--output", "STORE", "--passage_max_length", 20], "another tokenizer, prompt"),
     ],
 )
 def test_wrong_options_are_refused_before_anything_is_written(

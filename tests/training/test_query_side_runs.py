@@ -249,7 +249,7 @@ def test_evaluation_while_training_reads_documents_from_the_store(root, tmp_path
     [
         ({"passage_store": "nowhere"}, "nowhere: not a store of embeddings"),
         ({"corpus": "nowhere.jsonl"}, "nowhere.jsonl"),
-        ({"passage_store": "{root}/cut"}, "missing or cut off"),
+        ({"passage_store": "{root}/cut"}, "missing, cut off"),
         ({"passage_store": "{root}/store", "similarity": "dot"}, "another similarity"),
     ],
 )

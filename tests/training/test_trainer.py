@@ -184,8 +184,7 @@ def test_every_method_trains_logs_and_masks_false_negatives(method, tied, tmp_pa
         guide = model_fingerprint(tiny_encoder())
     masking = make_trainer(tmp_path / "masking", max_steps=1, **settings)
     masking.train()
-    resume_settings = masking.description.resume_settings
-    assert resume_settings["guide"] == guide
+    assert work.read_identity(tmp_path / "masking")["resume"]["guide"] == guide
     masked_share = read_log(tmp_path / "masking")[0]["masked"]
     assert log[0]["masked"] < masked_share < 1
 
