@@ -1,4 +1,4 @@
-"""Atomic writing of files and folders, locks and fingerprints.
+"""Atomic writing of files and folders, and fingerprints.
 
 All output files of contaccum are written with this module, first under a temporary name, so a
 killed process leaves no incomplete file. Credentials are removed from JSON files.
@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import errno
 import fcntl
+import functools
 import glob
 import hashlib
 import json
@@ -17,7 +18,7 @@ import re
 import shutil
 import subprocess
 import tempfile
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager, suppress
 from importlib import metadata
 from pathlib import Path
@@ -31,7 +32,6 @@ from contaccum.redaction import redact
 AnyPath = str | os.PathLike[str]
 """A path as users may give it."""
 
-_MAX_SHOWN_VALUE = 60  # characters of a changed setting; hashes are longer
 # Libraries whose versions affect results.
 _LIBRARIES = (
     "torch",
@@ -62,7 +62,7 @@ def atomic_file(path: AnyPath) -> Iterator[Path]:
         temporary_path = temporary_folder / path.name
         try:
             yield temporary_path
-            _flush(temporary_path)
+            flush(temporary_path)
             os.replace(temporary_path, path)
         finally:
             shutil.rmtree(temporary_folder, ignore_errors=True)
@@ -89,7 +89,7 @@ def atomic_folder(path: AnyPath) -> Iterator[Path]:
         try:
             yield temporary_folder
             for file in [*temporary_folder.rglob("*"), temporary_folder]:
-                _flush(file)
+                flush(file)
             if inode_before == (path.stat().st_ino if path.exists() else None):
                 _replace_folder(temporary_folder, path)
         finally:
@@ -148,45 +148,6 @@ def _replace_folder(temporary_folder: Path, path: Path) -> None:
                 earlier_folder.rename(path)  # the earlier folder is not changed by an error
             raise
     shutil.rmtree(earlier_folder, ignore_errors=True)
-
-
-@contextmanager
-def lock_folder(path: Path, command: str) -> Iterator[None]:
-    """Hold a lock on a folder in a ``with`` block; make the folder if it does not exist.
-
-    The lock ends with the process, also after a kill. A folder that was made for the block is
-    removed if it is empty at the end.
-
-    Args:
-        path: the folder.
-        command: the name of the command in the error message.
-
-    Raises:
-        ConfigError: if another process has the lock.
-        UserError: if the folder cannot be made.
-    """
-    is_new = not path.exists()
-    try:
-        path.mkdir(parents=True, exist_ok=True)
-        descriptor = os.open(path, os.O_RDONLY | os.O_DIRECTORY)
-    except OSError as error:
-        raise UserError(f"{path}: cannot be used as a folder ({error.strerror})") from error
-    try:
-        # File systems without locks raise another OSError, and are not locked.
-        with suppress(OSError):
-            try:
-                fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            except BlockingIOError as error:
-                raise ConfigError(
-                    f"{path}: another {command} works in this folder; wait for it, or name another "
-                    "--output"
-                ) from error
-        yield
-    finally:
-        os.close(descriptor)
-        if is_new:
-            with suppress(OSError):  # it is not empty
-                path.rmdir()
 
 
 def write_text(path: AnyPath, text: str | Iterable[str]) -> None:
@@ -309,7 +270,7 @@ def _prepare_writing(path: Path) -> Iterator[None]:
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         yield
-        _flush(path.parent)
+        flush(path.parent)
     except UserError:
         raise
     except Exception as error:
@@ -327,33 +288,13 @@ def _prepare_writing(path: Path) -> Iterator[None]:
         ) from error
 
 
-def _flush(path: Path) -> None:
+def flush(path: Path) -> None:
     """Force the content of a file, or the names in a folder, to the disk."""
     descriptor = os.open(path, os.O_RDONLY)
     try:
         os.fsync(descriptor)
     finally:
         os.close(descriptor)
-
-
-def list_changes(earlier: Mapping[str, Any], current: Mapping[str, Any]) -> list[str]:
-    """Return what differs between some work and its earlier start: names, with short values.
-
-    Args:
-        earlier: {name: value} of everything that decides the result, as `read_json` returned it.
-        current: the same of the present start, not yet written.
-    """
-    as_in_file = json.loads(json.dumps(redact(dict(current)), default=str))
-    changes = []
-    for name in {**earlier, **as_in_file}:
-        values = [str(content.get(name, "default")) for content in (earlier, as_in_file)]
-        if values[0] == values[1]:
-            continue
-        if max(len(value) for value in values) <= _MAX_SHOWN_VALUE:
-            changes.append(f"{name} ({values[0]}, now {values[1]})")
-        else:
-            changes.append(name)
-    return changes
 
 
 class Fingerprint:
@@ -396,6 +337,39 @@ def hash_file(path: Path) -> str:
     """Return the SHA-256 hash of the bytes of a file as 64 hexadecimal digits."""
     with path.open("rb") as file:
         return hashlib.file_digest(file, "sha256").hexdigest()
+
+
+def hash_path(name: str, left_out: Path | None = None) -> str:
+    """Return a hash of a file or folder; the name itself of anything else, as on the hub.
+
+    Args:
+        name: the path or name, or a JSON object with a ``path``, as in ``train_data``.
+        left_out: a folder whose files do not count.
+
+    Raises:
+        ConfigError: if a file cannot be read.
+    """
+    if name.lstrip().startswith("{"):
+        options = json.loads(name)
+        return json.dumps({**options, "path": hash_path(str(options.get("path")))})
+    path = Path(name).expanduser()
+    contents = []
+    try:
+        for file in sorted([path, *path.rglob("*")] if path.is_dir() else [path]):
+            if left_out is not None and file.resolve().is_relative_to(left_out.resolve()):
+                continue
+            if file.is_file():
+                state = file.stat()
+                content = _hash_file(file, state.st_size, state.st_mtime_ns)
+                contents += ["" if file == path else str(file.relative_to(path)), content]
+    except OSError as error:
+        raise ConfigError(f"{name}: cannot be read ({error.strerror})") from error
+    return fingerprint(*contents) if contents else name
+
+
+@functools.cache  # several candidates may have the same model, which may be large
+def _hash_file(file: Path, size: int, time_changed: int) -> str:
+    return hash_file(file)
 
 
 def cache_folder(*parts: str) -> Path:

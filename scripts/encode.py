@@ -17,7 +17,7 @@ from pathlib import Path
 from contaccum import DualEncoder
 from contaccum.errors import UserError
 from contaccum.retrieval.encode import CorpusEncoder
-from contaccum.retrieval.store import STORED, EmbeddingStore, check_folder
+from contaccum.retrieval.store import STORED, EmbeddingStore
 
 
 def parse_arguments() -> argparse.Namespace:
@@ -42,7 +42,6 @@ def parse_arguments() -> argparse.Namespace:
 def main() -> None:
     """Encode all texts of a corpus that are not in the store yet."""
     args = parse_arguments()
-    check_folder(args.output)  # an invalid folder is refused before the model is loaded
     model = DualEncoder.from_pretrained(args.model, device=args.device)
     # An unfinished store is continued only with the same model, tokenisation and settings.
     encoder = CorpusEncoder(

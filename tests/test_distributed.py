@@ -18,7 +18,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from contaccum import BankedInfoNCE
 from contaccum.bank.full_softmax import NO_ROW, DocumentBlock, compute_full_softmax_loss
-from contaccum.experiments.budget import Budget
+from contaccum.work import Budget
 
 D = 6
 WORLD = 3  # number of ranks; tests/training/test_forked_runs.py trains on two and four
@@ -178,9 +178,10 @@ def run_rank(rank: int, folder: Path) -> None:
         results[case] = run_steps(case, [rank], gather_across_devices=True)
     results["errors"] = collect_errors(rank)
     results["full softmax"] = compute_full_softmax([rank])
-    used_time = folder / f"used-{rank}.json"
+    used_time = folder / f"rank-{rank}" / "used_time.json"
+    used_time.parent.mkdir()
     used_time.write_text(json.dumps({"used_seconds": 1000.0 * rank, "stages": {}}))
-    results["seconds left"] = Budget(2000.0, used_time).left()
+    results["seconds left"] = Budget(2000.0, used_time.parent).left()
     torch.save(results, folder / f"{rank}.pt")
     dist.destroy_process_group()
 

@@ -1,6 +1,7 @@
 """Atomic files and folders, fingerprints and the cache folder."""
 
 import errno
+import json
 import os
 import signal
 import subprocess
@@ -18,6 +19,7 @@ from contaccum.files import (
     cache_folder,
     describe_failed_write,
     fingerprint,
+    hash_path,
     read_json,
     require_writable,
     write_json,
@@ -252,3 +254,22 @@ def test_fingerprint_depends_on_values_and_boundaries():
     parts = Fingerprint("a")
     parts.add(b"b", 3)
     assert parts.hex() == fingerprint("a", b"b", 3) and len(parts.hex()) == 64
+
+
+def test_hash_depends_on_names_and_contents_and_not_on_the_place(tmp_path):
+    (tmp_path / "data").mkdir()
+    file = tmp_path / "data" / "test.tsv"
+    file.write_text("q\td\t1\n")
+    first = hash_path(str(tmp_path / "data"))
+    file_hash = hash_path(str(file))
+    (tmp_path / "data").rename(tmp_path / "moved")
+    assert hash_path(str(tmp_path / "moved")) == first
+    assert hash_path(str(tmp_path / "moved" / "test.tsv")) == file_hash
+    (tmp_path / "moved" / "out").mkdir()
+    (tmp_path / "moved" / "out" / "result").write_text("")
+    assert hash_path(str(tmp_path / "moved"), left_out=tmp_path / "moved" / "out") == first
+    (tmp_path / "moved" / "test.tsv").write_text("q\td\t0\n")
+    assert hash_path(str(tmp_path / "moved")) != first
+    assert hash_path("owner/name-on-the-hub") == "owner/name-on-the-hub"
+    item = json.dumps({"path": str(tmp_path / "moved" / "test.tsv"), "min_score": 1})
+    assert str(tmp_path) not in hash_path(item)

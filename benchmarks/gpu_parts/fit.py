@@ -13,8 +13,8 @@ from typing import Any
 from measuring.run import Cases, NotMeasured, Run
 
 import contaccum
-from contaccum.experiments.fit import RECORD_FILE
 from contaccum.files import read_json
+from contaccum.work import RESULT_FILE
 
 SCIFACT = Path(contaccum.__file__).parent / "data" / "scifact"
 
@@ -51,7 +51,7 @@ def measure_fit(model: Path, name: str, budget: str, run: Run) -> dict[str, Any]
         started = time.perf_counter()
         contaccum.fit(SCIFACT, model, budget, Path(folder, "fit"))
         seconds = time.perf_counter() - started
-        record = read_json(Path(folder, "fit", RECORD_FILE))
+        record = read_json(Path(folder, "fit", RESULT_FILE))
     lines = [verdict["line"] for verdict in record["verdicts"].values()]
     return {
         "budget": budget,

@@ -24,8 +24,7 @@ from measuring.encoders import BACKBONES, make_encoder, make_features
 from measuring.run import Cases, NotMeasured, Run, quartiles
 from torch.nn.functional import cross_entropy, normalize
 
-from contaccum import QuerySideLoss
-from contaccum.files import write_json
+from contaccum import QuerySideLoss, work
 from contaccum.retrieval import store as stores
 from contaccum.retrieval.documents import StoreDocuments
 from contaccum.retrieval.encode import encoding_identity
@@ -101,19 +100,11 @@ def write_random_store(folder: Path, model: Any, dtype: str, num_rows: int) -> E
         ids = pa.record_batch([pa.array(rows).cast(pa.string())], names=["id"])
         with pa.ipc.new_file(str(shard / stores.IDS_FILE), ids.schema) as writer:
             writer.write_batch(ids)
-        num_bytes = {path.name: path.stat().st_size for path in shard.iterdir()}
-        write_json(
-            shard / stores.SHARD_FILE, {**description, "rows": len(rows), "bytes": num_bytes}
-        )
-    metadata = {
-        **stores.FORMAT,
-        **identity,
-        "finished": True,
-        "rows": num_rows,
-        "dimension": description["dimension"],
-        "corpus": {"fingerprint": "random"},
-    }
-    write_json(folder / stores.STORE_FILE, metadata)
+        work.finish(shard, {**description, "rows": len(rows)}, has_sizes=True)
+    work.write_identity(folder, {"work": stores.STORE, **identity})
+    dimension = description["dimension"]
+    corpus = {"fingerprint": "random"}
+    work.finish(folder, {"rows": num_rows, "dimension": dimension, "corpus": corpus})
     return EmbeddingStore.open(folder)
 
 

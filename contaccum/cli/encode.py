@@ -12,6 +12,7 @@ import time
 from collections.abc import Sequence
 from pathlib import Path
 
+from contaccum import work
 from contaccum.cli.options import (
     ENCODING_OPTIONS,
     Parser,
@@ -23,7 +24,7 @@ from contaccum.data.corpus import read_texts, require_texts
 from contaccum.data.rows import RecordReport
 from contaccum.encoders.names import require_model
 from contaccum.retrieval import bm25
-from contaccum.retrieval.store import STORED, EmbeddingStore, check_folder, write_parquet
+from contaccum.retrieval.store import STORE, STORED, EmbeddingStore, write_parquet
 
 
 def run(argv: Sequence[str]) -> int:
@@ -36,7 +37,7 @@ def run(argv: Sequence[str]) -> int:
     print_at_once(f"encoding {args.corpus} with {args.model}")
     require_model(args.model)
     require_texts(args.corpus, args.on_bad_record, args.corpus_columns)
-    check_folder(args.output)
+    work.require_own_folder(args.output, STORE)
     import torch
     from accelerate import PartialState
 

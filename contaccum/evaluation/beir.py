@@ -20,11 +20,11 @@ from contaccum.errors import ConfigError, DataError
 from contaccum.evaluation.metrics import (
     check_k_values,
     ignored_judgements,
-    metric_names,
     score_run,
     warn_of_ignored_judgements,
 )
 from contaccum.evaluation.results import EvaluationResult, read_result, write_result
+from contaccum.files import fingerprint
 
 if TYPE_CHECKING:
     from sentence_transformers import SentenceTransformer
@@ -106,6 +106,7 @@ def evaluate_beir(
     k_values = check_k_values(k_values)
     warn_of_ignored_judgements(dataset.qrels, dataset.name)
     plan = _plan(model, dataset, k_values, model_name, **settings)
+    identity = fingerprint(plan)
     similarity = settings.pop("similarity", None)
     searcher = FaissSearcher(
         model,
@@ -117,7 +118,7 @@ def evaluate_beir(
     run = searcher.search(dataset.corpus, dataset.queries, max(k_values), similarity)
     plan["search"].update(searcher.search_details)
     metrics, per_query = score_run(dataset.qrels, run, k_values)
-    return EvaluationResult(metrics, per_query, run, **plan)
+    return EvaluationResult(metrics, per_query, run, identity=identity, **plan)
 
 
 def _plan(
@@ -154,7 +155,12 @@ def _plan(
             "name": model_name,
         },
         "tokenisation": tokenisation_fingerprint(model),
-        "search": {"index": index, "index_parameters": index_parameters, "k": max(k_values)},
+        "search": {
+            "index": index,
+            "index_parameters": index_parameters,
+            "k": max(k_values),
+            "k_values": list(k_values),
+        },
         "precision": precision,
     }
 
@@ -171,20 +177,13 @@ def evaluate_once(
 ) -> dict[str, Any]:
     """Return the record in a file, or evaluate by `evaluate_beir` and write it.
 
-    A record is used again if it has the same model, data, settings and metrics, and was not made
-    with an embedding server. So an evaluation of many sets goes on after an interruption.
+    A record is used again if it has the same identity: model, data, settings and metrics. So an
+    evaluation of many sets goes on after an interruption.
     """
     if file.exists():
         record = read_result(file)
         plan = _plan(model, dataset, k_values, model_name, **settings)
-        is_same = record["metrics"].keys() == set(metric_names(k_values))
-        is_same &= not record.get("endpoint")
-        for key, planned in plan.items():
-            recorded = record.get(key)
-            if key == "search":  # the record has results of the search too
-                recorded = {name: record[key].get(name) for name in planned}
-            is_same &= recorded == planned
-        if is_same:
+        if record.get("identity") == fingerprint(plan):
             print_line(f"kept: {file} (same model, data and settings)")
             return record
     result = evaluate_beir(model, dataset, k_values, model_name, show_progress, **settings)

@@ -161,6 +161,7 @@ def evaluate_endpoint(
         )
 
     result = evaluate(by_server)
+    result.identity = None  # whatever the server may answer the next time
     result.endpoint = {"samples": samples, "model_metrics": evaluate(by_model).metrics}
     return result
 

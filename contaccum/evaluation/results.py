@@ -76,6 +76,7 @@ class EvaluationResult:
             run of another system.
         endpoint: comparison of the model with the embedding server whose embeddings were scored in
             its place; see `contaccum.evaluation.endpoint`.
+        identity: hash of everything that decides the metrics; None if it is not known.
         precision: type of autocast, "float32" without autocast, "unknown" for a run.
         created: time of the evaluation, in UTC.
     """
@@ -88,6 +89,7 @@ class EvaluationResult:
     search: dict[str, Any]
     tokenisation: str | None = None
     endpoint: dict[str, Any] = field(default_factory=dict)
+    identity: str | None = None
     precision: str = "unknown"
     created: str = field(default_factory=lambda: datetime.now(UTC).isoformat(timespec="seconds"))
 

@@ -31,6 +31,7 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch.nn.functional import normalize
 
+from contaccum import work
 from contaccum.data.beir import BeirDataset, load_beir_folder, read_split_queries
 from contaccum.data.records import read_records
 from contaccum.data.rows import RecordReport
@@ -41,15 +42,7 @@ from contaccum.encoders.names import model_name
 from contaccum.evaluation.evaluator import RetrievalEvaluator
 from contaccum.evaluation.results import Run
 from contaccum.experiments.proposed import explain_no_query_side, make_settings
-from contaccum.experiments.run import (
-    RESULT_FILE,
-    TRAINING_FOLDER,
-    Job,
-    count_updates,
-    on_first_rank,
-    once,
-    train,
-)
+from contaccum.experiments.run import TRAINING_FOLDER, Job, count_updates, train
 from contaccum.files import atomic_folder
 from contaccum.merging import merge_models
 from contaccum.retrieval.bm25 import FUSION_DEPTH, fuse_runs
@@ -467,34 +460,32 @@ class Ladder:
         return DevSet(dataset, self._kinds, self.documents, self.job.batch_size, self._has_bm25)
 
     def _has_pool(self) -> bool:
-        return on_first_rank(lambda: self._pool is not self._dev)
+        return work.on_first_rank(lambda: self._pool is not self._dev)
 
     def _score_on_pool(self, candidate: Candidate) -> Candidate:
         """Return a candidate with its scores among the documents of the pool."""
 
-        def work() -> dict[str, Any]:
+        def score() -> dict[str, Any]:
             assert self._pool is not None
             return {"scores": self._score_search(candidate, self._pool)}
 
         if not self._has_pool():
             return candidate
         folder = self._folder / "pool" / candidate.name.replace("/", "-")
-        scores = once(folder, self.job.request, work)["scores"]
+        scores = work.once(folder, self.job.request, score)["scores"]
         return dataclasses.replace(candidate, scores={**candidate.scores, **scores})
 
-    def _add(self, name: str, work: Callable[[Path], list[dict[str, Any]]]) -> list[Candidate]:
-        """Do the work of a folder once, and add its candidates; print the best one of them.
+    def _add(self, name: str, make: Callable[[Path], list[dict[str, Any]]]) -> list[Candidate]:
+        """Make the candidates of a folder once, and add them; print the best one of them.
 
         Args:
             name: the name of the folder.
-            work: returns the candidates, as JSON; all processes call it with the folder.
+            make: returns the candidates, as JSON; all processes call it with the folder.
         """
         folder = self._folder / name
-
-        def work_once() -> dict[str, Any]:
-            return {"candidates": work(folder)}
-
-        found = once(folder, self.job.request, work_once, all_ranks=True)
+        found = work.once(
+            folder, self.job.request, lambda: {"candidates": make(folder)}, all_ranks=True
+        )
         added = []
         for row in found["candidates"]:
             added.append(Candidate(**{**row, "number": len(self.candidates)}))
@@ -508,7 +499,8 @@ class Ladder:
         return added
 
     def _is_done(self, name: str) -> bool:
-        return on_first_rank((self._folder / name / RESULT_FILE).is_file)
+        folder = self._folder / name
+        return work.on_first_rank(work.find_result, folder, self.job.request) is not None
 
     def _search(self, dev: DevSet, candidate: Candidate) -> Run:
         return search_with(candidate, self.base, self.get_folder(candidate), dev.evaluator)
@@ -560,7 +552,7 @@ class Ladder:
             base = Candidate(model_name(self.settings.model), FREE, "base")
             return [self._score(bm25, self._dev), self._score(base, self._dev)]
 
-        self._add("free", lambda folder: on_first_rank(score))
+        self._add("free", lambda folder: work.on_first_rank(score))
 
     def _fit_linear_map(self) -> None:
         name = "linear_map"
@@ -580,7 +572,7 @@ class Ladder:
             best = Candidate(**max(rows, key=lambda row: row["scores"][MEAN]))
             return rows + [self._score(_blend(best, blend), self._dev) for blend in BLENDS]
 
-        self._add(name, lambda folder: on_first_rank(lambda: fit_and_score(folder)))
+        self._add(name, lambda folder: work.on_first_rank(fit_and_score, folder))
 
     def _train_query_tower(self, largest_share: float) -> None:
         """Train the query tower at the first rate, and at others.
@@ -630,7 +622,7 @@ class Ladder:
             if not self._is_done(name):
                 if seconds < self._least_seconds:
                     break
-                is_begun = on_first_rank((self._folder / name).is_dir)  # and goes on
+                is_begun = work.on_first_rank((self._folder / name).is_dir)  # and goes on
                 if trained and not is_begun:
                     last = trained[-1]
                     affordable = int(seconds * last.updates / last.training_seconds)
@@ -667,7 +659,7 @@ class Ladder:
         def score() -> list[dict[str, Any]]:
             return [self._score(_blend(best, blend), self._pool) for blend in BLENDS]
 
-        self._add(name, lambda folder: on_first_rank(score))
+        self._add(name, lambda folder: work.on_first_rank(score))
 
     def _train_further(self) -> None:
         upper = [each for each in self.candidates if each.rung == BOTH_TOWERS and each.blend == 1.0]
@@ -723,7 +715,7 @@ class Ladder:
         first_folder = self.get_folder(first)
         settings = make_second_stage(two_stages, str(first_folder / TRAINING_FOLDER))
 
-        def work(folder: Path) -> list[dict[str, Any]]:
+        def make(folder: Path) -> list[dict[str, Any]]:
             trained = train(settings, folder)
             candidate = Candidate(
                 f"{first.name}, second stage",
@@ -741,9 +733,9 @@ class Ladder:
                     shutil.copytree(first_folder / STORE_FOLDER, store, dirs_exist_ok=True)
                 return [self._score(candidate, self._pool)]
 
-            return on_first_rank(score)
+            return work.on_first_rank(score)
 
-        return self._add(name, work)
+        return self._add(name, make)
 
     # Parts of the rungs ---------------------------------------------------------------------------
 
@@ -765,7 +757,7 @@ class Ladder:
             blends: the shares of the trained weights in the models to score.
         """
 
-        def work(folder: Path) -> list[dict[str, Any]]:
+        def make(folder: Path) -> list[dict[str, Any]]:
             if self._has_fixed_length:
                 trained = train(settings, folder)
                 written = settings
@@ -793,9 +785,9 @@ class Ladder:
                     encode_corpus(self.job, encoder, shown, corpus, store, precision)
                 return [self._score(_blend(candidate, blend), dev) for blend in blends]
 
-            return on_first_rank(score)
+            return work.on_first_rank(score)
 
-        return self._add(name, work)
+        return self._add(name, make)
 
     def _choose_rate(self, method: str) -> float:
         given = self.job.given.get("learning_rate")
@@ -836,21 +828,25 @@ class Ladder:
         folder = self._folder / "pool_data"
         best = self.get_best()
 
-        def write_and_load() -> int:
+        def write() -> dict[str, Any]:
             dev = self._dev
             assert dev is not None
-            if len(dev.dataset.corpus) > MAX_POOL:
-                if not folder.exists():
-                    run = self._search(dev, best)
-                    with_bm25 = fuse_runs(run, dev.bm25_run, best.bm25_weight)
-                    runs = [dev.bm25_run, dev.evaluator.search(self.base), run, with_bm25]
-                    with atomic_folder(folder) as new_folder:
-                        write_part(dev.dataset, pool_documents(dev.dataset, runs), new_folder)
+            is_reduced = len(dev.dataset.corpus) > MAX_POOL
+            if is_reduced:
+                run = self._search(dev, best)
+                with_bm25 = fuse_runs(run, dev.bm25_run, best.bm25_weight)
+                runs = [dev.bm25_run, dev.evaluator.search(self.base), run, with_bm25]
+                write_part(dev.dataset, pool_documents(dev.dataset, runs), folder)
+            return {"is_reduced": is_reduced}
+
+        def load_and_count() -> int:
+            if is_reduced:
                 self._pool = self._load_dev(folder)
             assert self._pool is not None
             return len(self._pool.dataset.corpus)
 
-        self._num_pool_documents = on_first_rank(write_and_load)
+        is_reduced = work.once(folder, self.job.request, write)["is_reduced"]
+        self._num_pool_documents = work.on_first_rank(load_and_count)
         self._free_on_pool = self._score_on_pool(self.free)
         # As much time for the training as for the encoding that it causes, at least.
         self._least_seconds = max(

@@ -25,7 +25,7 @@ from typing import Any
 
 import numpy as np
 
-from contaccum import __version__
+from contaccum import __version__, work
 from contaccum.data.beir import BeirDataset, load_beir_folder, read_split_queries
 from contaccum.data.corpus import get_passage_texts
 from contaccum.data.near_duplicates import find_near_duplicates, group_queries
@@ -41,12 +41,7 @@ from contaccum.errors import ConfigError, DataError, UserError, quoted
 from contaccum.evaluation.beir import load_data as load_beir
 from contaccum.evaluation.evaluator import RetrievalEvaluator, sample
 from contaccum.evaluation.metrics import BETTER, WORSE, sign_flip_test
-from contaccum.experiments.budget import (
-    USED_TIME_FILE,
-    Budget,
-    format_duration,
-    measure_seconds_per_document,
-)
+from contaccum.experiments.budget import format_duration, measure_seconds_per_document
 from contaccum.experiments.candidates import (
     BOTH_TOWERS,
     MEAN,
@@ -68,23 +63,11 @@ from contaccum.experiments.comparison import (
 from contaccum.experiments.folds import Pairs, score_fold
 from contaccum.experiments.proposed import (
     check_given,
-    make_absolute,
     make_base_settings,
     propose_settings,
 )
 from contaccum.experiments.request import parse_duration, read_given
-from contaccum.experiments.run import (
-    IDENTITY_FILE,
-    RESULT_FILE,
-    TRAINING_FOLDER,
-    Job,
-    begin,
-    describe_models,
-    on_first_rank,
-    once,
-    only_first_rank,
-    require_same_work,
-)
+from contaccum.experiments.run import TRAINING_FOLDER, Job
 from contaccum.experiments.verdict import (
     Verdict,
     compute_verdicts,
@@ -92,24 +75,16 @@ from contaccum.experiments.verdict import (
     warn_of_test,
     write_verdicts_to_card,
 )
-from contaccum.files import (
-    AnyPath,
-    atomic_folder,
-    provenance,
-    read_json,
-    write_json,
-    write_text,
-)
+from contaccum.files import AnyPath, atomic_folder, hash_path, provenance, write_text
 from contaccum.report.fit_page import build_fit_page
 from contaccum.retrieval.bm25 import fuse_runs
 from contaccum.retrieval.documents import StoreDocuments
 from contaccum.retrieval.encode import encode_texts
 from contaccum.retrieval.store import EmbeddingStore
-from contaccum.settings import Settings, replace, to_yaml
+from contaccum.settings import Settings, find, replace, to_yaml
 from contaccum.training.passage_store import STORE_FOLDER
 from contaccum.training.setup import load_encoder
 
-RECORD_FILE = "fit.json"
 CONFIG_FILE = "config.yaml"
 REPORT_FILE = "report.html"
 
@@ -233,19 +208,26 @@ def fit(
     if len(models) == 1:  # of several, one that cannot be loaded is left out
         require_model(models[0])
     request = {
+        "work": "a fit",
         "version": __version__,
-        "model": [make_absolute(name) for name in models],
+        "model": [hash_path(name) for name in models],
         "bm25": bm25,
         "guard": {name: dataset.fingerprint for name, dataset in guards.items()},
+        "device": args.device.type,
+        "number of processes": world_size(),
         **given,
+        **{name: hash_path(given[name]) for name in find("is_path").keys() & given.keys()},
         **pairs.describe(folder),
     }
-    may_restart = on_first_rank(lambda: require_free_folder(folder))
-    with begin(folder, request, "contaccum fit", may_restart):
-        used_time = Budget(seconds, folder / USED_TIME_FILE)
-        job = Job(folder, request, given, args, used_time, only_first_rank(print_line))
+    may_restart = work.on_first_rank(require_free_folder, folder)
+    with work.begin(folder, request, "contaccum fit", may_restart):
+        time_budget = work.Budget(seconds, folder)
+        print_once = work.only_first_rank(print_line)
+        job = Job(folder, request, given, args, time_budget, print_once)
         split = hold_out(job, pairs, guards)
         base_model = choose_base_model(job, models)
+        # If a larger budget has found a better base model, all that follows is done again.
+        job = job._replace(request={**request, "base model": models.index(base_model)})
         base, proposed = load_base(job, base_model)
         documents, seconds_per_document = encode_documents(job, base, base_model)
         num_folds = pairs.count_folds(split)
@@ -268,21 +250,21 @@ def fit(
             fold_scores = score_other_folds(
                 job, ladder, chosen, pairs, num_folds, seconds_per_document
             )
-        outcome = on_first_rank(
-            lambda: judge(job, ladder, chosen, pairs, base_model, split, fold_scores)
+        record = work.on_first_rank(
+            judge, job, ladder, chosen, pairs, base_model, split, fold_scores
         )
     verdicts = {}
-    for kind, values in outcome["verdicts"].items():
+    for kind, values in record["verdicts"].items():
         verdicts[kind] = Verdict(**{field.name: values[field.name] for field in fields(Verdict)})
     shown = Path(output).expanduser()  # as the user wrote it
     for line in (
-        *(f"warning: {warning}" for warning in outcome["warnings"]),
+        *(f"warning: {warning}" for warning in record["warnings"]),
         *map(str, verdicts.values()),
-        *outcome["lines"],
+        *record["lines"],
         f"model: {shown / 'model'}   report: {shown / REPORT_FILE}",
     ):
         job.print_line(line)
-    return FitResult(verdicts, folder, outcome["warnings"], base.trust_remote_code)
+    return FitResult(verdicts, folder, record["warnings"], base.trust_remote_code)
 
 
 # The stages, in their order -----------------------------------------------------------------------
@@ -295,7 +277,7 @@ def hold_out(job: Job, pairs: Pairs, guards: Mapping[str, BeirDataset]) -> Split
         DataError: if a guard has queries by which the verdict is made, or near-duplicates of them.
     """
     show_progress = not job.args.disable_tqdm
-    for line in on_first_rank(lambda: pairs.hold_out(job.data, show_progress=show_progress)):
+    for line in work.on_first_rank(pairs.hold_out, job.data, show_progress=show_progress):
         job.print_line(line)
     split = read_split(job.data)
     num_folds = pairs.count_folds(split)
@@ -390,46 +372,32 @@ def choose_base_model(job: Job, models: Sequence[str]) -> str:
                     line += f"; {model_name(model)} is not significantly worse on dev"
         job.print_line(line)
         is_complete = len(scores) == len(models)
-        return {"model": best, "is_complete": is_complete, "budget": job.budget.seconds}
+        number = models.index(best)
+        return {"number": number, "is_complete": is_complete, "budget": job.budget.seconds}
 
     with job.budget.measure("base models"):
-        found = once(folder, job.request, compare)
+        found = work.once(folder, job.request, compare)
         if not found["is_complete"] and job.budget.seconds > found["budget"]:
-            on_first_rank(lambda: shutil.rmtree(folder))
-            found = once(folder, job.request, compare)
-    return found["model"]
+            work.on_first_rank(shutil.rmtree, folder)
+            found = work.once(folder, job.request, compare)
+    return models[found["number"]]
 
 
 def load_base(job: Job, model: str) -> tuple[DualEncoder, Settings]:
     """Load the base model, and propose settings for training it; in bf16 if that is faster.
 
     Raises:
-        ConfigError: if an earlier start had another model, or another machine.
+        ConfigError: if the model cannot be loaded.
     """
     train_file = job.data / TRAIN_FILE
     settings = propose_settings(train_file, model, job.given)
     base = load_encoder(make_base_settings(settings), job.args)
-    base_name = make_absolute(model)
     unknown = compute_unknown_share(base, train_file)
     if unknown > _MAX_UNKNOWN_SHARE:
         job.print_line(
             f"warning: {model_name(model)} does not know {unknown:.0%} of the tokens of the "
             "queries, so it was not trained on this language; give a --model that was"
         )
-
-    def remove_work_with_another_base() -> None:
-        """Remove the work with another base model, if a larger budget has found a better one."""
-        file = job.folder / "models.json"
-        if file.is_file() and read_json(file)["base model"] != base_name:
-            job.print_line(f"base model {model_name(model)}: what another one has made is dropped")
-            for name in ("precision", "documents", "store", "candidates", "folds"):
-                shutil.rmtree(job.folder / name, ignore_errors=True)
-            file.unlink()
-
-    on_first_rank(remove_work_with_another_base)
-    machine = {"device": job.args.device.type, "number of processes": world_size()}
-    models = describe_models(base, settings, job.args)
-    require_same_work(job.folder, {"base model": base_name, **machine, **models}, "models.json")
 
     def compare_precisions() -> dict[str, Any]:
         dev = load_beir_folder(job.data / "dev", "test")
@@ -443,7 +411,7 @@ def load_base(job: Job, model: str) -> tuple[DualEncoder, Settings]:
         return seconds
 
     if not {"bf16", "fp16"} & job.given.keys():
-        seconds = once(job.folder / "precision", job.request, compare_precisions)
+        seconds = work.once(job.folder / "precision", job.request, compare_precisions)
         speed_up = seconds["float32"] / seconds["bfloat16"]
         if speed_up > _MIN_SPEED_UP:
             job.print_line(f"training in bf16, which is {speed_up:.1f} times as fast as float32")
@@ -504,7 +472,7 @@ def encode_documents(
         return {"seconds_per_document": seconds_per_document, "cut": encoder.describe_cut()}
 
     with job.budget.measure("documents"):
-        found = once(file.parent, job.request, encode)
+        found = work.once(file.parent, job.request, encode)
     if found["cut"]:
         job.print_line(found["cut"])
 
@@ -555,8 +523,9 @@ def score_other_folds(
     scores = []
     with job.budget.measure("other splits"):
         for number in range(1, num_folds):
-            result = job.folder / "folds" / str(number) / RESULT_FILE
-            if not on_first_rank(result.is_file) and job.budget.left() < needed:
+            fold = job.folder / "folds" / str(number)
+            is_done = work.on_first_rank(work.read_result, fold) is not None
+            if not is_done and job.budget.left() < needed:
                 job.print_line(
                     f"the verdict is over {number} of {num_folds} splits, because the budget is "
                     "not enough for more"
@@ -636,9 +605,8 @@ def judge(
         "budget_seconds": job.budget.seconds,
         "made_with": {**provenance(), "time": datetime.now(UTC).isoformat(timespec="seconds")},
     }
-    write_json(job.folder / RECORD_FILE, record)
-    write_text(job.folder / REPORT_FILE, build_fit_page(job.folder))
-    return {"verdicts": record["verdicts"], "lines": lines, "warnings": warnings}
+    write_text(job.folder / REPORT_FILE, build_fit_page(record, job.folder))
+    return work.finish(job.folder, record)
 
 
 # Files --------------------------------------------------------------------------------------------
@@ -683,13 +651,11 @@ def require_free_folder(folder: Path) -> bool:
     Raises:
         ConfigError: if the folder has a finished fit, or other files.
     """
-    if (folder / RECORD_FILE).is_file() and (folder / REPORT_FILE).is_file():
-        line = read_json(folder / RECORD_FILE)["verdict"]["line"]
+    record = work.read_result(folder)
+    if record is not None:
         raise ConfigError(
-            f"{folder}: this folder has a finished fit ({line}); name another output folder, or "
-            "remove this one"
+            f"{folder}: this folder has a finished fit ({record['verdict']['line']}); name another "
+            "output folder, or remove this one"
         )
-    if folder.is_dir() and any(folder.iterdir()) and not (folder / IDENTITY_FILE).is_file():
-        raise ConfigError(f"{folder}: holds other files; name another output folder")
-    # The store alone does not show it, because the user may have removed it to free space.
-    return not (folder / "store").exists() and not (folder / "candidates").exists()
+    work.require_own_folder(folder, "a fit")
+    return not (folder / "documents").exists()

@@ -16,10 +16,8 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from contaccum.data.beir import (
-    BeirDataset,
-    load_beir_folder,
-)
+from contaccum import work
+from contaccum.data.beir import BeirDataset, load_beir_folder
 from contaccum.data.records import SPLIT_RECORD, RecordSource
 from contaccum.data.rows import OnBadRecord, RecordReport
 from contaccum.data.split import (
@@ -37,16 +35,8 @@ from contaccum.errors import ConfigError
 from contaccum.evaluation.evaluator import RetrievalEvaluator
 from contaccum.experiments.candidates import Candidate, encode_corpus, write_linear_maps
 from contaccum.experiments.comparison import ScoreColumns, collect_scores, search_test_set
-from contaccum.experiments.run import (
-    IDENTITY_FILE,
-    RESULT_FILE,
-    Job,
-    hash_path,
-    on_first_rank,
-    once,
-    train,
-)
-from contaccum.files import atomic_folder, require_exists
+from contaccum.experiments.run import Job, train
+from contaccum.files import atomic_folder, hash_path, require_exists
 from contaccum.retrieval.documents import StoreDocuments
 from contaccum.retrieval.store import EmbeddingStore
 from contaccum.settings import Settings, replace
@@ -224,8 +214,8 @@ def score_fold(
         results = search_test_set(evaluator, base, base_candidate, chosen, folder)
         return collect_scores(test_set, results, number, first_dev)
 
-    def work() -> ScoreColumns:
-        on_first_rank(hold_out)
+    def score() -> ScoreColumns:
+        work.on_first_rank(hold_out)
         if chosen.system == "trained":
             settings = replace(Settings(), **chosen.settings)
             changes: dict[str, Any] = {
@@ -238,16 +228,8 @@ def score_fold(
             if settings.second_stage is not None:
                 changes["second_stage"] = str(data / CORPUS_FILE)
             train(replace(settings, **changes), folder)
-        return on_first_rank(test)
+        return work.on_first_rank(test)
 
-    scores = once(folder, {**job.request, "candidate": chosen.name}, work, all_ranks=True)
-
-    def remove_files() -> None:
-        for path in folder.iterdir():
-            if path.is_dir():
-                shutil.rmtree(path)
-            elif path.name not in (IDENTITY_FILE, RESULT_FILE):
-                path.unlink()
-
-    on_first_rank(remove_files)  # also those of a start that was killed
+    scores = work.once(folder, {**job.request, "candidate": chosen.name}, score, all_ranks=True)
+    work.on_first_rank(work.remove_files, folder)  # also those of a start that was killed
     return scores

@@ -22,7 +22,6 @@ import yaml
 
 from contaccum import __version__
 from contaccum.evaluation.metrics import WORSE
-from contaccum.files import read_json
 from contaccum.redaction import redact
 
 _FOLDER = Path(__file__).parent
@@ -54,16 +53,13 @@ _FREE_COLOUR = "tab:gray"
 _CHOSEN_COLOUR = "tab:green"
 
 
-def build_fit_page(folder: Path) -> str:
+def build_fit_page(record: Mapping[str, Any], folder: Path) -> str:
     """Return the page of a fit.
 
     Args:
-        folder: folder of the fit, which holds ``fit.json``.
-
-    Raises:
-        DataError: a file cannot be read.
+        record: its result, as JSON.
+        folder: its folder.
     """
-    record = read_json(folder / "fit.json")
     candidates = record["candidates"]
     chosen = candidates[record["chosen"]]
     changes = record["changes"]

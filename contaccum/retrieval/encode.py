@@ -22,6 +22,7 @@ from sentence_transformers.sentence_transformer.modules import Router
 from torch import nn
 from tqdm.auto import tqdm
 
+from contaccum import work
 from contaccum.data import RecordReport
 from contaccum.data.corpus import read_texts
 from contaccum.data.records import Columns
@@ -35,7 +36,7 @@ from contaccum.encoders.settings import (
 )
 from contaccum.errors import UserError, check_choice, quoted
 from contaccum.files import AnyPath, Fingerprint
-from contaccum.retrieval.store import EmbeddingStore, StoreWriter, check_identity
+from contaccum.retrieval.store import STORE, TOKENISATION, EmbeddingStore, StoreWriter
 
 Similarity = Literal["cos", "dot"]
 
@@ -145,7 +146,7 @@ def encoding_identity(
         "kind": "document",
         "model": model_fingerprint(model, "document"),
         "similarity": get_similarity(model),
-        "tokenisation": tokenisation_fingerprint(model, "document"),
+        TOKENISATION: tokenisation_fingerprint(model, "document"),
         "precision": precision,
         "dtype": dtype,
         "shard_size": shard_size,
@@ -160,12 +161,11 @@ def check_store_fits(model: SentenceTransformer, store: EmbeddingStore) -> None:
             which.
     """
     identity = encoding_identity(model, store.metadata["precision"], store.dtype, store.shard_size)
-    check_identity(
+    work.require_same_work(
         store.folder,
-        store.metadata,
-        identity,
-        "encode the documents with this model, or use the model that wrote the store, with the "
-        "same --passage_max_length",
+        {"work": STORE, **identity},
+        f"encode the documents with this model, or use {store.metadata.get('model_name')}, which "
+        "wrote the store, with the same --passage_max_length",
     )
 
 
@@ -238,7 +238,7 @@ class CorpusEncoder:
 
     Args:
         model: a SentenceTransformer.
-        model_name: name of the model for store.json.
+        model_name: name of the model for the result of the store.
         corpus: file or BEIR folder that `read_texts` reads.
         folder: folder of the store.
         dtype: type of the stored embeddings, "float32" or "float16".

@@ -21,11 +21,12 @@ import numpy as np
 import torch
 from sentence_transformers import SentenceTransformer
 
+from contaccum import work
 from contaccum.data.corpus import Corpus, get_passage_texts
 from contaccum.distributed import world_size
 from contaccum.encoders.settings import Kind
 from contaccum.errors import ConfigError, DataError, is_out_of_memory
-from contaccum.files import AnyPath, atomic_file, list_changes, read_json, write_json
+from contaccum.files import AnyPath, atomic_file, read_json, write_json
 from contaccum.retrieval.encode import (
     Similarity,
     encode_texts,
@@ -376,7 +377,8 @@ def open_index(
         index.parameters = _set_parameters(index.faiss_index, factory, parameters)
         return index
     stored = read_json(description_path)
-    changes = list_changes({name: stored.get(name) for name in description}, description)
+    stored_description = {name: stored.get(name) for name in description}
+    changes = work.list_changes(stored_description, description)
     if changes:
         raise DataError(f"{path}: is an index of another {', '.join(changes)} ({_REMEDY_FOR_FILE})")
     try:

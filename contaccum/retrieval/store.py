@@ -1,11 +1,12 @@
 """Stores: folders of corpus embeddings, written in shards and memory-mapped when they are read.
 
-    store.json            model, type and number of the embeddings; "finished" once all are written
+    identity.json         model and settings that decide the embeddings
+    result.json           number of rows, corpus, and how it was made, once all shards are written
     shard-00000/          the first rows of the corpus, in its order; shard-00001 has the next rows
         embeddings.npy    (n, d) in float32 or float16
         ids.arrow         ids of the rows: Arrow IPC, one column ``id`` of strings
         texts.npy         hashes of the texts, int64 (n,); training looks up positives by them
-        shard.json        rows, dimension, bytes of each file, fingerprint of the corpus up to the
+        result.json       rows, dimension, size of each file, fingerprint of the corpus up to the
                           last row of this shard
     parquet/              for vector databases and other programs; see `write_parquet`
         shard-00000.parquet
@@ -27,26 +28,27 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from contaccum import files
+from contaccum import files, work
 from contaccum.data.rows import passage_text
 from contaccum.data.sampling import text_ids
-from contaccum.errors import ConfigError, DataError, UserError
+from contaccum.errors import DataError
 
 if TYPE_CHECKING:
     import pyarrow as pa
 
 
+STORE = "a store of embeddings, format 4"
+"""The kind of work; see `contaccum.work`."""
+TOKENISATION = "tokenizer, prompt, maximum length, pooling or dimension"
+"""A name in the identity, which messages show."""
 STORED = ("float32", "float16")
 """Types of stored embeddings."""
 
-STORE_FILE = "store.json"
-SHARD_FILE = "shard.json"
 EMBEDDINGS_FILE = "embeddings.npy"
 IDS_FILE = "ids.arrow"
 TEXTS_FILE = "texts.npy"
 PARQUET_FOLDER = "parquet"
 BM25_FOLDER = "bm25"
-FORMAT = {"format": "contaccum embedding store", "version": 3}
 
 # Programs read one row group of a parquet file at a time. With 768 dimensions in float32, a group
 # has 25 MB.
@@ -65,7 +67,7 @@ class EmbeddingStore:
 
     Attributes:
         folder: the path of the store's folder.
-        metadata: the content of store.json.
+        metadata: its identity and its result.
         shape: (N, d).
         dtype: type of the embeddings on disk, one of `STORED`.
         similarity: "cos" or "dot", the similarity function of the model.
@@ -89,33 +91,25 @@ class EmbeddingStore:
         """Open the store in a folder.
 
         Raises:
-            DataError: the folder holds no store, the store is not finished, a shard is missing or
-                cut off, or the shards are not those that store.json describes.
+            DataError: the folder holds no store of this version, the store is not finished, or a
+                shard is missing, cut off, or of another store.
         """
         folder = Path(folder).expanduser()
-        if not (folder / STORE_FILE).exists():
-            raise DataError(
-                f"{folder}: not a store of embeddings (write one with contaccum encode)"
-            )
-        metadata = _read_metadata(folder)
-        if not metadata["finished"]:
+        identity = work.read_identity(folder)
+        if identity.get("work") != STORE:
+            raise DataError(f"{folder}: not {STORE} (write one with contaccum encode)")
+        result = work.read_result(folder)
+        if result is None:
             raise DataError(f"{folder}: the store is not finished ({_CONTINUE_REMEDY})")
-        store = cls(folder, metadata)
-        is_described = not (folder / get_shard_name(store.num_shards)).exists()
+        store = cls(folder, {**identity, **result})
         for number in range(store.num_shards):
-            shard = _read_shard_file(folder, number)
-            if shard is None:
+            shard = work.read_result(folder / get_shard_name(number)) or {}
+            shape = (shard.get("rows"), shard.get("dimension"))
+            if shape != (store._count_rows(number), store.shape[1]):
                 raise DataError(
-                    f"{folder}: the shard from row {number * store.shard_size:,} on is missing or "
-                    f"cut off ({_CONTINUE_REMEDY})"
+                    f"{folder}: the shard from row {number * store.shard_size:,} on is missing, "
+                    f"cut off or of another store ({_CONTINUE_REMEDY})"
                 )
-            is_described &= shard["rows"] == store._count_rows(number)
-            is_described &= shard["dimension"] == store.shape[1]
-        if not is_described:
-            raise DataError(
-                f"{folder}: the shards have not {len(store):,} rows of {store.shape[1]} dimensions "
-                f"in shards of {store.shard_size:,}, as {STORE_FILE} says ({_REPLACE_REMEDY})"
-            )
         return store
 
     def __len__(self) -> int:
@@ -124,7 +118,7 @@ class EmbeddingStore:
     @property
     def fingerprint(self) -> str:
         """sha256 in hex of what decides the rows: texts, model, tokenisation, types and number."""
-        keys = ["kind", "model", "similarity", "tokenisation", "precision", "dtype", "dimension"]
+        keys = ["kind", "model", "similarity", TOKENISATION, "precision", "dtype", "dimension"]
         values = [self.metadata.get(key) for key in [*keys, "rows"]]
         return files.fingerprint(self.metadata["corpus"]["fingerprint"], values)
 
@@ -220,7 +214,7 @@ class EmbeddingStore:
         shape = (self._count_rows(shard_number), *shape_of_row)
         if array.shape != shape or array.dtype != dtype:
             raise DataError(
-                f"{path}: is {array.dtype} {array.shape}, and not {dtype} {shape} as {STORE_FILE} "
+                f"{path}: is {array.dtype} {array.shape}, and not {dtype} {shape}, as the store "
                 f"says (remove the shard's folder, and {_CONTINUE_REMEDY})"
             )
         return array
@@ -248,7 +242,7 @@ class StoreWriter:
             the same.
         identity: the settings that decide the embeddings, as JSON values; see
             `contaccum.retrieval.encode.encoding_identity`.
-        notes: further entries for the store.json of a new store.
+        notes: further entries for the result.
         overwrite: remove a store that is in the folder.
 
     Raises:
@@ -264,22 +258,19 @@ class StoreWriter:
         overwrite: bool = False,
     ) -> None:
         self.folder = Path(folder).expanduser()
-        metadata = check_folder(self.folder)
-        if metadata is not None and overwrite:
+        work.require_own_folder(self.folder, STORE)
+        identity = {"work": STORE, **identity}
+        if overwrite and work.read_identity(self.folder):
+            (self.folder / work.RESULT_FILE).unlink(missing_ok=True)
             derived = [self.folder / PARQUET_FOLDER, self.folder / BM25_FOLDER]
             for path in [*derived, *self.folder.glob("shard-*/")]:
                 # Another process may remove the same folder at the same time.
                 with suppress(FileNotFoundError):
                     shutil.rmtree(path)
-            # Removed last: without it, a partly removed folder would not be recognised as a store.
-            (self.folder / STORE_FILE).unlink(missing_ok=True)
-            metadata = None
-        if metadata is None:
-            metadata = {**FORMAT, "finished": False, **identity, **(notes or {})}
-            metadata.update(files.provenance())
-            files.write_json(self.folder / STORE_FILE, metadata)
-        check_identity(self.folder, metadata, identity, _REPLACE_REMEDY)
-        self.metadata = metadata
+            work.write_identity(self.folder, identity)
+        work.require_same_work(self.folder, identity, _REPLACE_REMEDY)
+        self.identity = identity
+        self.notes = notes or {}
 
     def fill(
         self,
@@ -311,12 +302,13 @@ class StoreWriter:
         corpus = files.Fingerprint()  # of all passages up to the current shard
         fingerprints: list[str] = []  # of the corpus up to the end of each shard
         num_rows = 0
-        while shard_passages := list(islice(remaining, self.metadata["shard_size"])):
+        finished = work.read_result(self.folder)
+        while shard_passages := list(islice(remaining, self.identity["shard_size"])):
             for passage in shard_passages:
                 corpus.add(*passage)
             shard_number = len(fingerprints)
             fingerprints.append(corpus.hex())
-            if self.metadata["finished"] and num_rows >= self.metadata["rows"]:
+            if finished is not None and num_rows >= finished["rows"]:
                 raise self._other_corpus_error()  # a finished store gets no further shard
             is_missing = self._read_shard(shard_number, fingerprints[-1]) is None
             if is_missing and shard_number % world_size == rank:
@@ -337,17 +329,15 @@ class StoreWriter:
             dimension = shard["dimension"]
         if (self.folder / get_shard_name(len(fingerprints))).exists():
             raise self._other_corpus_error()
-        metadata = dict(self.metadata)
-        metadata["finished"] = True
-        metadata["rows"] = num_rows
-        metadata["dimension"] = dimension
-        metadata["corpus"] = {**self.metadata.get("corpus", {}), "fingerprint": fingerprints[-1]}
-        files.write_json(self.folder / STORE_FILE, metadata)
+        if finished is None:
+            corpus_note = {**self.notes.get("corpus", {}), "fingerprint": fingerprints[-1]}
+            counts = {"rows": num_rows, "dimension": dimension, "corpus": corpus_note}
+            work.finish(self.folder, {**self.notes, **counts, **files.provenance()})
         return True
 
     def _read_shard(self, shard_number: int, fingerprint: str) -> dict[str, Any] | None:
-        """Return shard.json, None for a missing shard; refuse a shard of another corpus."""
-        shard = _read_shard_file(self.folder, shard_number)
+        """Return a shard's result, None for a missing shard; refuse one of another corpus."""
+        shard = work.read_result(self.folder / get_shard_name(shard_number))
         if shard is not None and shard["fingerprint"] != fingerprint:
             raise self._other_corpus_error()
         return shard
@@ -362,96 +352,23 @@ class StoreWriter:
     ) -> None:
         import pyarrow as pa
 
-        values = np.ascontiguousarray(embeddings, dtype=self.metadata["dtype"])
+        values = np.ascontiguousarray(embeddings, dtype=self.identity["dtype"])
         id_table = pa.record_batch([pa.array(ids, pa.string())], names=["id"])
         with files.atomic_folder(self.folder / get_shard_name(shard_number)) as folder:
             np.save(folder / EMBEDDINGS_FILE, values, allow_pickle=False)
             np.save(folder / TEXTS_FILE, text_ids(texts), allow_pickle=False)
             with pa.ipc.new_file(str(folder / IDS_FILE), id_table.schema) as writer:
                 writer.write_batch(id_table)
-            description = {
-                "rows": len(ids),
-                "dimension": values.shape[1],
-                "fingerprint": fingerprint,
-                "bytes": {path.name: path.stat().st_size for path in folder.iterdir()},
-            }
-            files.write_json(folder / SHARD_FILE, description)
+            shard = {"rows": len(ids), "dimension": values.shape[1], "fingerprint": fingerprint}
+            work.finish(folder, shard, has_sizes=True)
 
     def _other_corpus_error(self) -> DataError:
         return DataError(f"{self.folder}: holds embeddings of another corpus ({_REPLACE_REMEDY})")
 
 
-def check_folder(folder: files.AnyPath) -> dict[str, Any] | None:
-    """Check that a store can be written to a folder. Nothing is written.
-
-    Returns:
-        The content of store.json of a store that is there; None for a new or empty folder.
-
-    Raises:
-        UserError: the folder holds something else.
-        DataError: store.json is broken, or of another version.
-    """
-    folder = Path(folder).expanduser()
-    if (folder / STORE_FILE).exists():
-        return _read_metadata(folder)
-    # Hidden files do not count: a process that was killed before it wrote store.json leaves some.
-    if folder.is_file() or any(folder.glob("[!.]*")):
-        raise UserError(f"{folder}: exists and is not a store of embeddings (name a new folder)")
-    return None
-
-
-def check_identity(
-    folder: Path, metadata: Mapping[str, Any], identity: Mapping[str, Any], remedy: str
-) -> None:
-    """Refuse a store whose store.json does not have the values of an identity.
-
-    Args:
-        folder: the store's folder.
-        metadata: the content of its store.json.
-        identity: the expected values; see `contaccum.retrieval.encode.encoding_identity`.
-        remedy: what the user can do, for the message.
-
-    Raises:
-        ConfigError: a value is another one; the message names all of them.
-    """
-    changes = files.list_changes({name: metadata.get(name) for name in identity}, identity)
-    if changes:
-        names = " and ".join(changes).replace(
-            "tokenisation", "tokenisation (tokenizer, prompt, maximum length, pooling or dimension)"
-        )
-        model = metadata.get("model_name", "a model of unknown name")
-        raise ConfigError(f"{folder}: holds embeddings of another {names}, by {model} ({remedy})")
-
-
 def get_shard_name(shard_number: int) -> str:
     """Return the name of a shard's folder in the folder of its store."""
     return f"shard-{shard_number:05d}"
-
-
-def _read_metadata(folder: Path) -> dict[str, Any]:
-    metadata: dict[str, Any] = files.read_json(folder / STORE_FILE)
-    stored_format = {key: metadata.get(key) for key in FORMAT}
-    if stored_format != FORMAT:
-        raise DataError(
-            f"{folder}/{STORE_FILE}: has {stored_format}, expected {FORMAT} (remove the folder, "
-            "and encode the corpus again)"
-        )
-    return metadata
-
-
-def _read_shard_file(folder: Path, shard_number: int) -> dict[str, Any] | None:
-    """Return the content of shard.json; None if the shard is missing or a file is cut off."""
-    shard_folder = folder / get_shard_name(shard_number)
-    try:
-        sizes = {path.name: path.stat().st_size for path in shard_folder.iterdir()}
-    except FileNotFoundError:
-        return None
-    if SHARD_FILE not in sizes:
-        return None
-    shard: dict[str, Any] = files.read_json(shard_folder / SHARD_FILE)
-    if any(sizes.get(name) != size for name, size in shard["bytes"].items()):
-        return None
-    return shard
 
 
 def read_shards(
@@ -472,7 +389,7 @@ def read_shards(
         shard_passages = list(islice(remaining, store.shard_size))
         for passage in shard_passages:
             corpus.add(*passage)
-        shard = _read_shard_file(store.folder, shard_number)
+        shard = work.read_result(store.folder / get_shard_name(shard_number))
         if shard is None or corpus.hex() != shard["fingerprint"]:
             raise DataError(
                 f"{store.folder}: holds embeddings of another corpus: the passages from row "

@@ -1,6 +1,6 @@
 """The log of a run, its other records, and the callbacks that write them.
 
-A run writes for its user: a line per update, a line per evaluation, ``run.json`` and a model card.
+A run writes for its user: a line per update, a line per evaluation, and a model card.
 The callbacks of the trainer start a run, write the log, stop early and stop on signals.
 transformers decides when to evaluate, which model is best and when to save.
 """
@@ -32,7 +32,7 @@ from transformers.trainer_utils import IntervalStrategy, SaveStrategy
 
 from contaccum.distributed import over_ranks
 from contaccum.errors import ConfigError, DataError
-from contaccum.files import read_json, write_json, write_text
+from contaccum.files import write_text
 from contaccum.losses.contaccum import ContAccumLoss
 from contaccum.training.arguments import ContAccumTrainingArguments
 from contaccum.training.losses import list_bank_losses, list_losses
@@ -45,8 +45,6 @@ TRAIN_LOG = "train_log.jsonl"
 """File with one record per update."""
 EVAL_LOG = "eval_log.jsonl"
 """File with one record per evaluation during training."""
-RUN_RECORD = "run.json"
-"""File with the description of the run: its id, settings, data and versions."""
 Record = dict[str, Any]
 """A line of a log: numbers and texts by name."""
 
@@ -106,28 +104,6 @@ def truncate_log(path: Path, update: int) -> None:
         except (ValueError, KeyError):  # a kill or a full disk has cut the line short
             continue
     write_text(path, lines)
-
-
-def read_run_record(folder: str | os.PathLike[str]) -> dict[str, Any]:
-    """Return the content of ``run.json`` in a folder; {} if there is no such file.
-
-    Raises:
-        DataError: for a file that is not valid JSON.
-    """
-    path = Path(folder) / RUN_RECORD
-    return read_json(path) if path.is_file() else {}
-
-
-def is_finished(folder: str | os.PathLike[str]) -> bool:
-    """Return whether the latest run in a folder has ended and saved its model there."""
-    return bool(read_run_record(folder).get("finished"))
-
-
-def mark_finished(folder: Path, run_id: str | None) -> None:
-    """Record that the run ``run_id`` is finished, unless ``run.json`` is of another run."""
-    record = read_run_record(folder)
-    if record and record["run_id"] == run_id:
-        write_json(folder / RUN_RECORD, record | {"finished": True})
 
 
 class CollapseWatch:
@@ -379,6 +355,14 @@ def choose_metric(args: ContAccumTrainingArguments, evaluator: Any, has_eval_dat
     args.greater_is_better = getattr(evaluator, "greater_is_better", True)
 
 
+def count_evaluations_without_gain(state: TrainerState) -> int:
+    """Return the count of `EvaluationCallback` in the state of a checkpoint; 0 for a new run."""
+    # stateful_callbacks may be a list by its type, but TrainerState makes it a dictionary.
+    states = cast(dict[str, dict], state.stateful_callbacks) if state.global_step else {}
+    attributes = states.get(EvaluationCallback.__name__, {}).get("attributes", {})
+    return attributes.get("early_stopping_patience_counter", 0)
+
+
 class EvaluationCallback(EarlyStoppingCallback):
     """Callback for early stopping, also across resumed runs.
 
@@ -398,17 +382,10 @@ class EvaluationCallback(EarlyStoppingCallback):
     ) -> None:
         # transformers saves the states of callbacks in checkpoints, but restores them only with the
         # argument restore_callback_states_from_checkpoint.
-        saved_attributes: dict[str, int] = {}
-        name = type(self).__name__
-        # stateful_callbacks may be a list by its type, but TrainerState makes it a dictionary.
-        callback_states = cast(dict[str, dict], state.stateful_callbacks)
-        if state.global_step:  # the run is resumed
-            saved_attributes = callback_states.get(name, {}).get("attributes", {})
-        counter = saved_attributes.get("early_stopping_patience_counter", 0)
-        self.early_stopping_patience_counter = counter
+        self.early_stopping_patience_counter = count_evaluations_without_gain(state)
         # transformers needs the entry when it saves a checkpoint. That of a run without evaluation,
         # which may be resumed with it, has none.
-        callback_states[name] = self.state()
+        cast(dict[str, dict], state.stateful_callbacks)[type(self).__name__] = self.state()
 
     def on_step_end(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any

@@ -72,6 +72,12 @@ def list_parts(value: Any) -> list[Any]:
     return [value]
 
 
+def count_rows(dataset: Any) -> int | None:
+    """Return the number of rows in all parts of a training set; None for a stream."""
+    parts = list_parts(dataset)
+    return sum(map(len, parts)) if all(hasattr(part, "__len__") for part in parts) else None
+
+
 def unwrap_matryoshka(loss: Any) -> Any:
     """Return the loss inside a MatryoshkaLoss; any other loss is returned unchanged."""
     return loss.loss if isinstance(loss, MatryoshkaLoss) else loss

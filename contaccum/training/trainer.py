@@ -21,10 +21,11 @@ import logging
 import math
 import random
 import shutil
+import sys
 import tempfile
 import time
 from collections.abc import Callable, Mapping
-from contextlib import nullcontext
+from contextlib import AbstractContextManager, nullcontext
 from itertools import islice
 from pathlib import Path
 from typing import Any
@@ -35,6 +36,7 @@ import torch
 from datasets import IterableDataset
 from safetensors.torch import save_file
 from sentence_transformers import SentenceTransformer, SentenceTransformerTrainer
+from sentence_transformers.base.sampler import BatchSamplers
 from torch import Tensor, nn
 from torch.utils.data import DataLoader
 from tqdm.contrib.logging import logging_redirect_tqdm
@@ -42,21 +44,28 @@ from transformers import PrinterCallback
 from transformers.integrations.deepspeed import deepspeed_load_checkpoint, unset_hf_deepspeed_config
 from transformers.trainer_utils import HubStrategy, TrainOutput
 
+from contaccum import work
 from contaccum.data.samplers import RESUMABLE_SAMPLERS
-from contaccum.data.sampling import get_samplings
+from contaccum.data.sampling import first_texts, get_samplings
 from contaccum.distributed import broadcast
-from contaccum.encoders.adapters import has_adapter, merge_adapter, replace_saved_adapter
+from contaccum.encoders.adapters import (
+    describe_adapters,
+    has_adapter,
+    merge_adapter,
+    replace_saved_adapter,
+)
 from contaccum.encoders.dual_encoder import DualEncoder
 from contaccum.encoders.loading import copy_module_code, loading, require_model
 from contaccum.encoders.settings import is_tied
 from contaccum.errors import ConfigError, DataError, UserError, is_out_of_memory
 from contaccum.evaluation.evaluator import RetrievalEvaluator
-from contaccum.files import require_writable, write_json, write_text
+from contaccum.files import Fingerprint, provenance, require_writable, write_text
 from contaccum.losses.contaccum import ContAccumLoss
 from contaccum.losses.text_ids import count_texts
 from contaccum.merging import merge_models
 from contaccum.redaction import redact
-from contaccum.settings import Settings, replace
+from contaccum.retrieval.encode import hash_tensors, model_fingerprint, tokenisation_fingerprint
+from contaccum.settings import Settings, find, replace
 from contaccum.training import (
     checkpoint,
     engines,
@@ -66,7 +75,7 @@ from contaccum.training import (
     passage_store,
 )
 from contaccum.training.arguments import ContAccumTrainingArguments, get_name
-from contaccum.training.checkpoint import RunDescription
+from contaccum.training.checkpoint import TRAINING
 from contaccum.training.columns import check_columns, get_text_columns, set_column_roles
 from contaccum.training.losses import Batch
 from contaccum.training.micro_batch import MEMORY_REMEDIES, Row
@@ -101,14 +110,16 @@ class ContAccumTrainer(SentenceTransformerTrainer):
         train_dataset: columns in order: query, positive, then any number of hard negatives.
         eval_dataset: pairs whose loss is computed during training, with the same columns.
         loss: replaces the loss of ``args.method``; a bank in it is saved in checkpoints too.
-        data_record: properties of the data for ``run.json``; a missing ``fingerprint`` is computed.
+        data_record: properties of the data for ``identity.json``; a missing ``fingerprint`` is
+            computed.
         guide: a model whose scores exclude false negatives; see `ContAccumLoss`.
         **kwargs: further arguments of SentenceTransformerTrainer. ``evaluator`` may be a
             `RetrievalEvaluator`.
 
     The first column is encoded as queries and the others as documents, with the model's prompts and
     maximum lengths, unless ``args.prompts`` or ``args.router_mapping`` are set. ``args.output_dir``
-    gets a line per update (``train_log.jsonl``), ``run.json``, and checkpoints with the bank.
+    gets a line per update (``train_log.jsonl``), the description of the run (``identity.json``),
+    and checkpoints with the bank.
 
     Raises:
         ConfigError: for a data set or a model that cannot be used with these arguments.
@@ -138,7 +149,8 @@ class ContAccumTrainer(SentenceTransformerTrainer):
         **kwargs: Any,
     ) -> None:
         args = args or ContAccumTrainingArguments(output_dir="runs/contaccum")
-        user_arguments = args.to_dict()
+        self._user_arguments = args.to_dict()
+        self._data_record = data_record or {}
         args = copy.copy(args)  # some settings are changed below, and the caller's must not change
         self.samplings = get_samplings(train_dataset)  # a sampling draws new texts in each epoch
         dataset = eval_dataset if train_dataset is None else train_dataset
@@ -157,7 +169,8 @@ class ContAccumTrainer(SentenceTransformerTrainer):
         args.hub_strategy = HubStrategy.END  # checkpoints contain local paths
         self.batch_sampler: Any = None  # the sampler of the data loader; None for a stream
         self.run_id: str | None = None  # set by train(); a resumed run keeps its id
-        self._resume_point: checkpoint.ResumePoint | None = None
+        self._identity: dict[str, Any] = {}  # set by train()
+        self._resumed: tuple[Path, checkpoint.Saved] | None = None  # a checkpoint and its result
         super().__init__(model, args, train_dataset, eval_dataset, loss, **kwargs)
         if not args.card_examples:
             card = model.model_card_data
@@ -184,16 +197,6 @@ class ContAccumTrainer(SentenceTransformerTrainer):
         if documents is not None and isinstance(self.evaluator, RetrievalEvaluator):
             # The document tower is frozen, so its embeddings are read from the store.
             self.evaluator.documents = documents
-        self.description = RunDescription(
-            self.args,
-            user_arguments,
-            model,
-            self.loss,
-            engine=self.engine,
-            train_dataset=self.train_dataset,
-            data_record=data_record or {},
-            evaluator=self.evaluator,
-        )
         self.updates = Updates(
             self.args,
             self.loss,
@@ -243,32 +246,37 @@ class ContAccumTrainer(SentenceTransformerTrainer):
                 disk, or too little memory.
         """
         args = self.args
-        point = checkpoint.choose_checkpoint(resume_from_checkpoint, args)
-        self._resume_point = point
+        work.require_own_folder(Path(str(args.output_dir)), TRAINING, allows_files=True)
+        self._resumed = checkpoint.choose_checkpoint(resume_from_checkpoint, args)
+        if not self._identity:  # in an earlier call, an engine may have sharded the parameters
+            self._identity = self._describe_run()
         folder = None
-        if point is None:
+        if self._resumed is None:
             # Not from the generators of training, whose seed may be the same in many runs.
             self.run_id = broadcast(uuid4().hex[:16])
         else:
-            folder = str(point.folder)
-            self.run_id = point.marker["run_id"]
-            self.updates.num_trained = point.marker["trained_updates"]
+            path, saved = self._resumed
+            folder = str(path)
+            self.run_id = saved["run_id"]
+            self.updates.num_trained = saved["trained_updates"]
             if args.has_auto_micro_batch:
                 # The result depends on the micro-batch size, so a run searches for it only once.
-                self.updates.set_micro_batch_size(point.marker["micro_batch"])
-            point.require_same_settings(self.description.resume_settings)
-            final_model = point.find_final_model(args, self.description.user_arguments)
-            if final_model is not None:  # the run had ended, and there is nothing left to train
-                self.state = point.state
-                self.updates.require_trained(self.state.global_step)
-                self._load_from_checkpoint(final_model)
-                return TrainOutput(self.state.global_step, 0.0, {})
+                self.updates.set_micro_batch_size(saved["micro_batch"])
+            work.require_same_work(
+                path,
+                self._list_resume_settings(),
+                "a run cannot resume from it, because its bank, optimizer or position in the data "
+                f"would not be valid; set it back, or start a new run with --model {path}",
+            )
             if self.is_deepspeed_enabled:
-                engines.refuse_unsafe_files(point.folder)
+                engines.refuse_unsafe_files(path)
         self._save_total_limit = args.save_total_limit
         args.save_total_limit = None  # transformers removes nothing; see checkpoint.remove_oldest
+        folder_lock: AbstractContextManager[None] = nullcontext()
+        if args.process_index == 0:
+            folder_lock = work.lock(Path(str(args.output_dir)), "training")
         try:
-            with self.signals:
+            with folder_lock, self.signals:
                 output = super().train(folder, trial, ignore_keys_for_eval)
         except Exception as error:
             if is_out_of_memory(error):
@@ -330,22 +338,121 @@ class ContAccumTrainer(SentenceTransformerTrainer):
         # in it. In a stream, transformers would skip those of all epochs in the first epoch.
         position = super()._init_training_state(*args, **kwargs)
         # The checkpoint's save_steps, eval_steps and logging_steps are loaded; those of args apply.
-        self.state.compute_steps(self.args, self.state.max_steps)
-        if self._resume_point is None or not isinstance(self.train_dataset, IterableDataset):
+        state = self.state
+        state.compute_steps(self.args, state.max_steps)
+        if self._resumed is None:
             return position
-        return self._resume_point.get_stream_position(self.args.gradient_accumulation_steps)
+        patience = self.args.early_stopping_patience
+        has_lost_patience = (
+            patience is not None and log.count_evaluations_without_gain(state) >= patience
+        )
+        if state.global_step >= state.max_steps or has_lost_patience:
+            logger.warning(
+                f"nothing is left to train after update {state.global_step}: the run has ended. "
+                "Raise max_steps, num_train_epochs or early_stopping_patience to train on"
+            )
+            return sys.maxsize, 0  # no epoch is left; transformers would train another update
+        if isinstance(self.train_dataset, IterableDataset):
+            _, saved = self._resumed
+            num_batches = self.args.gradient_accumulation_steps
+            return checkpoint.compute_stream_position(
+                float(state.epoch or 0), saved["max_steps"], num_batches
+            )
+        return position
+
+    def _describe_run(self) -> dict[str, Any]:
+        """Return the description of the run; see `_list_resume_settings` about "resume"."""
+        args, model, dataset = self.args, self.model, self.train_dataset
+        num_parameters = num_trained_parameters = 0
+        frozen_base = {}
+        for name, parameter in model.named_parameters():
+            num_parameters += parameter.numel()
+            if parameter.requires_grad:
+                num_trained_parameters += parameter.numel()
+            elif "lora_" not in name:
+                frozen_base[name] = parameter
+        guide = next((each.guide for each in self.bank_losses() if each.guide), None)
+        documents = losses.get_store_documents(self.loss)
+        num_rows = losses.count_rows(dataset)
+        fingerprint = self._data_record.get("fingerprint")
+        if "fingerprint" not in self._data_record and num_rows is not None:
+            texts = Fingerprint()
+            for part in losses.list_parts(dataset):
+                for batch in first_texts(part):
+                    for row in zip(*batch.values(), strict=True):
+                        texts.add(*row)
+            fingerprint = texts.hex()
+        adapters = describe_adapters(model)
+        # With another value of one of these, the saved states of bank and optimizer, or the saved
+        # position in the data, would not be valid. Files are compared by their content, and the
+        # pairs per update by their number, which also depends on the number of ranks.
+        compared_below = {*find("is_path"), "total_train_batch_size"}
+        resume: dict[str, Any] = {}
+        for name in find("on_change", "restart"):
+            if name in self._user_arguments and name not in compared_below:
+                resume[name] = self._user_arguments[name]
+        resume["pairs per update"] = args.total_train_batch_size
+        resume["rows"] = num_rows
+        resume["trained parameters"] = num_trained_parameters
+        resume["engine"] = self.engine
+        resume["adapters"] = adapters
+        # A checkpoint holds neither the base of an adapter nor the guide, and their files may have
+        # changed. The settings of the tokenizer are read from the folder of the model, too.
+        resume["base of the adapters"] = hash_tensors(frozen_base) if has_adapter(model) else None
+        resume["tokenizer, prompts, lengths or pooling"] = tokenisation_fingerprint(model)
+        resume["guide"] = guide and model_fingerprint(guide.model)
+        resume["documents of the store"] = documents and documents.fingerprint
+        resume["data fingerprint"] = fingerprint
+        resume["batch_sampler"] = get_name(args.batch_sampler)
+        description = {
+            "pairs_per_update": args.total_train_batch_size,
+            "data": {"fingerprint": fingerprint, "rows": num_rows, **self._data_record},
+            "model": {
+                "base": getattr(model.model_card_data, "base_model", None),
+                "parameters": num_parameters,
+                "adapters": adapters,
+                "guide": guide and guide.name,
+            },
+        }
+        if documents is not None:
+            description["documents"] = documents.describe()
+        evaluator: Any = self.evaluator
+        if hasattr(evaluator, "describe"):
+            description["evaluation"] = evaluator.describe()
+        return {
+            **description,
+            "resume": resume,
+            "arguments": self._user_arguments,
+            **provenance(),
+        }
+
+    def _list_resume_settings(self) -> dict[str, Any]:
+        """Return the identity of a checkpoint: all that a resumed run must share with it.
+
+        Messages show the names, so those that are not arguments are in plain words.
+        """
+        settings = self._identity["resume"]
+        # With another sampler than the default, or several data sets, the order of the rows also
+        # depends on the batch size, which "auto" may have to find first.
+        is_default_sampler = settings["batch_sampler"] == BatchSamplers.BATCH_SAMPLER.value
+        if not is_default_sampler or isinstance(self.train_dataset, dict):
+            settings["pairs per batch of the sampler"] = self.args.train_batch_size
+        return settings
 
     def _start_run(self) -> None:
-        """Load the bank of a checkpoint, write ``run.json``, remove checkpoints to be replaced."""
-        if self._resume_point is not None:
-            self.updates.set_max_rows(self._resume_point.marker["rows_fit"])
-            checkpoint.load_banks(self._resume_point.folder, self.bank_losses())
-        if self.args.should_save:  # on the first rank, or with save_on_each_node one rank per host
-            record = self.description.make_run_record(self.run_id, self.state.max_steps)
-            # The record is written first. If the process is killed before checkpoints are removed,
-            # their ids show that they belong to another run.
-            write_json(Path(str(self.args.output_dir)) / log.RUN_RECORD, record)
-            checkpoint.remove_replaced(self.args, self.run_id, self.state.global_step)
+        """Load the bank of a checkpoint, write the identity, remove checkpoints to be replaced."""
+        args = self.args
+        if self._resumed is not None:
+            path, saved = self._resumed
+            self.updates.set_max_rows(saved["rows_fit"])
+            checkpoint.load_banks(path, self.bank_losses())
+        if args.should_save:  # on the first rank, or with save_on_each_node one rank per host
+            sizes = {"updates": self.state.max_steps, "micro_batch": args.pairs_per_micro_batch}
+            identity = {"work": TRAINING, "run_id": self.run_id, **sizes, **self._identity}
+            # The identity is written first. If the process is killed before checkpoints are
+            # removed, their ids show that they belong to another run.
+            work.write_identity(Path(str(args.output_dir)), identity)
+            checkpoint.remove_replaced(args, self.run_id, self.state.global_step)
         self.updates.current = Update(self.state.global_step + 1, time.perf_counter())
 
     def _set_epoch(self, epoch: int) -> None:
@@ -508,8 +615,9 @@ class ContAccumTrainer(SentenceTransformerTrainer):
             if card.is_file():
                 write_text(card, redact(card.read_text(encoding="utf-8")))
             copy_module_code(self.model, folder)  # also that of a plain SentenceTransformer
-            if folder == Path(str(self.args.output_dir)) and not self.is_in_train:
-                log.mark_finished(folder, self.run_id)
+            is_output = folder == Path(str(self.args.output_dir)) and not self.is_in_train
+            if is_output and self.run_id is not None:  # it was trained
+                work.finish(folder, {"updates": self.state.global_step})
 
     def push_to_hub(self, commit_message: str | None = "End of training", **kwargs: Any) -> Any:  # type: ignore[override]  # all but the message by keyword
         """Upload the model and its card, but no other file, because those contain local paths.
@@ -559,17 +667,18 @@ class ContAccumTrainer(SentenceTransformerTrainer):
             self.accelerator.wait_for_everyone()
             if args.should_save:
                 save_file(banks, folder / checkpoint.BANK_FILE)
-                marker = {
+                saved = {
                     "run_id": self.run_id,
                     "update": num_updates,
+                    "max_steps": self.state.max_steps,
                     "trained_updates": self.updates.num_trained,
                     "resumable": not args.save_only_model,
                     "micro_batch": args.pairs_per_micro_batch,
                     "rows_fit": self.updates.max_rows,
-                    "settings": self.description.resume_settings,
                 }
-                checkpoint.write_marker(folder, marker)
-                # The marker makes this checkpoint complete. Only now may older ones be removed.
+                work.write_identity(folder, self._list_resume_settings())
+                work.finish(folder, saved, has_sizes=True)
+                # The checkpoint is complete. Only now may older ones be removed.
                 checkpoint.remove_oldest(
                     self._get_output_dir(trial),
                     self.run_id,
@@ -678,7 +787,7 @@ def train_and_save(
     output_dir = Path(str(args.output_dir))
     if settings.second_stage is not None:
         first_folder = output_dir / FIRST_STAGE
-        if settings.resume_from_checkpoint is not None and log.is_finished(first_folder):
+        if settings.resume_from_checkpoint is not None and work.read_result(first_folder):
             logger.info(f"{first_folder}: the first stage is finished; its model is used as it is")
         else:
             first_stage = replace(settings, second_stage=None, output_dir=str(first_folder))
@@ -699,7 +808,7 @@ def train_and_save(
     require_model(settings.model)
     passage_store.check_document_source(args)
     if args.process_index == 0:
-        require_writable(output_dir / log.RUN_RECORD)
+        require_writable(output_dir / work.IDENTITY_FILE)
     data = load_run_data(settings, args)
     if args.process_index == 0:
         print_line(data.training.summary())

@@ -53,13 +53,13 @@ from contaccum.evaluation.metrics import score_run
 from contaccum.evaluation.results import fill_page, markdown_table
 from contaccum.experiments.candidates import Candidate
 from contaccum.experiments.comparison import SYSTEMS, search_test_set
-from contaccum.experiments.fit import RECORD_FILE
 from contaccum.experiments.proposed import make_base_settings, propose_settings
 from contaccum.files import atomic_folder, hash_file, read_json, write_json, write_text
 from contaccum.report.fit_page import RUNGS
 from contaccum.retrieval.documents import StoreDocuments
 from contaccum.retrieval.store import EmbeddingStore
 from contaccum.training.setup import load_model
+from contaccum.work import RESULT_FILE
 
 ROOT = Path(__file__).resolve().parents[2]
 CELL_FILE = "cell.json"
@@ -238,7 +238,7 @@ def run_cell(job: Job) -> None:
         if exit_code := run_command(command):
             sys.exit(exit_code)
     folder = Path(job["folder"])
-    fit = read_json(folder / "fit" / RECORD_FILE)
+    fit = read_json(folder / "fit" / RESULT_FILE)
     commands = []
     for command in job["commands"]:
         # The path of a local model is replaced by its name.
@@ -282,7 +282,9 @@ def score_chunks(job: Job, fit: dict[str, Any]) -> dict[str, dict[str, float]]:
     base = load_model(make_base_settings(settings), get_device_name())
     test_set = load_beir_folder(folder / "split" / "test", "test")
     evaluator = RetrievalEvaluator(test_set, batch_size=settings.per_device_eval_batch_size)
-    evaluator.documents = StoreDocuments(EmbeddingStore.open(folder / "fit" / "store"))
+    evaluator.documents = StoreDocuments(
+        EmbeddingStore.open(folder / "fit" / "documents" / "store")
+    )
     candidates = [Candidate(**row) for row in fit["candidates"]]
     chosen = candidates[fit["chosen"]]
     chosen_folder = folder / "fit" / "candidates" / chosen.folder

@@ -23,7 +23,7 @@ from contaccum.data.corpus import read_texts
 from contaccum.errors import DataError
 from contaccum.files import fingerprint
 from contaccum.retrieval.encode import model_fingerprint, tokenisation_fingerprint
-from contaccum.retrieval.store import EmbeddingStore
+from contaccum.retrieval.store import TOKENISATION, EmbeddingStore
 
 
 def make_passages() -> list[Passage]:
@@ -96,7 +96,7 @@ def test_passages_are_encoded_as_documents_and_recorded(store_folder, model):
     for passage in PASSAGES:
         fields += [passage.id, passage.title, passage.text]
     assert record["corpus"]["fingerprint"] == fingerprint(*fields)
-    assert record["tokenisation"] == tokenisation_fingerprint(model, "document")
+    assert record[TOKENISATION] == tokenisation_fingerprint(model, "document")
     assert record["similarity"] == "dot"
     assert record["kind"] == "document"
     assert record["precision"] == "float32"
@@ -170,7 +170,7 @@ def test_repeated_ids_are_refused(root, tmp_path, monkeypatch):
     ("options", "message"),
     [
         (["--device", "abacus"], "abacus"),
-        (["--output", "STORE", "--passage_max_length", 20], "another tokenisation"),
+        (["--output", "STORE", "--passage_max_length", 20], "another tokenizer, prompt"),
     ],
 )
 def test_wrong_options_are_refused_before_anything_is_written(

@@ -184,7 +184,7 @@ def test_a_model_that_cuts_its_embeddings_does_not_search_uncut_ones(root, tmp_p
     model.save_pretrained(str(tmp_path / "encoder"))
     assert run(root, tmp_path / "run.trec", model=str(tmp_path / "encoder")) == 2
     error = capsys.readouterr().err.splitlines()[-1]
-    assert "another tokenisation" in error
+    assert "another tokenizer, prompt" in error
 
 
 def test_a_store_is_searched_with_the_passage_length_that_it_was_encoded_with(

@@ -15,6 +15,7 @@ import yaml
 from sample_texts import sentences
 from small_data import read_lines, write_lines
 
+from contaccum import work
 from contaccum.training.log import CollapseWatch
 
 DOCS = Path(__file__).parents[2] / "docs"
@@ -30,7 +31,7 @@ def test_run_writes_a_model_and_resumes_from_a_checkpoint(places, train, tmp_pat
     output = tmp_path / "out"
     assert train(output, tied="false", save_strategy="epoch") == 0
     assert f"saved {output}; score it with: contaccum evaluate {output}" in capsys.readouterr().out
-    for name in ("modules.json", "run.json", "train_log.jsonl"):
+    for name in ("modules.json", "identity.json", "train_log.jsonl"):
         assert (output / name).exists(), name
     assert not list(output.rglob("training_args.bin"))
     assert train(output) == 2
@@ -41,7 +42,7 @@ def test_run_writes_a_model_and_resumes_from_a_checkpoint(places, train, tmp_pat
     guided_run = tmp_path / "again"
     guide = {"guide": output, "guide_margin": 0.0}
     assert train(guided_run, model=output, **guide) == 0
-    record = json.loads((guided_run / "run.json").read_text())
+    record = json.loads((guided_run / "identity.json").read_text())
     assert record["model"]["guide"].startswith(str(output))
     for line in read_lines(guided_run / "train_log.jsonl"):
         assert 0 < line["masked"] <= 1
@@ -52,7 +53,7 @@ def test_overwrite_output_dir_is_needed_to_replace_a_run(places, train, tmp_path
     saves = {"save_strategy": "steps", "save_steps": 1}
     assert train(output, **saves, max_steps=2) == 0
     # Without this file, the run looks like one that was killed after update 2.
-    (output / "modules.json").unlink()
+    (output / "result.json").unlink()
     assert train(output, **saves) == 2
     error = capsys.readouterr().err
     assert f"{output}: the folder contains an unfinished run with checkpoint-2" in error
@@ -78,19 +79,17 @@ def test_auto_restarts_a_killed_run_in_the_folder_of_another(train, tmp_path, mo
     """The run with seed 2 replaces the run with seed 1, and is killed before its first update."""
     output = tmp_path / "out"
     assert train(output, seed=1) == 0
-    first_record = json.loads((output / "run.json").read_text())
-    assert first_record["finished"] is True
+    first_run = work.read_identity(output)["run_id"]
+    assert work.read_result(output)
     with monkeypatch.context() as patch:
         patch.setattr("contaccum.training.trainer.ContAccumTrainer.training_step", interrupt)
         assert train(output, seed=2, overwrite_output_dir="true") == 130
-    assert json.loads((output / "run.json").read_text())["finished"] is False
-    # The model of the first run is still in the folder.
-    assert train(output, seed=2) == 2
+    assert work.read_result(output) is None
     assert train(output, seed=2, resume_from_checkpoint="auto") == 0
-    record = json.loads((output / "run.json").read_text())
-    assert record["seed"] == 2
-    assert record["finished"] is True
-    assert record["run_id"] != first_record["run_id"]
+    record = work.read_identity(output)
+    assert record["arguments"]["seed"] == 2
+    assert record["run_id"] != first_run
+    assert work.read_result(output)
     # The run is finished now, and has no checkpoint to resume from.
     assert train(output, seed=2, resume_from_checkpoint="auto") == 2
 
@@ -109,7 +108,7 @@ def test_evaluation_during_training_is_logged_and_recorded(places, train, tmp_pa
     lines = read_lines(tmp_path / "run" / "eval_log.jsonl")
     assert [line["update"] for line in lines] == [2, 3]  # every two updates and at the end
     assert 0 <= lines[0]["eval_recall@1"] <= 1
-    record = json.loads((tmp_path / "run" / "run.json").read_text())["evaluation"]
+    record = json.loads((tmp_path / "run" / "identity.json").read_text())["evaluation"]
     assert record["documents"] == 6
     assert record["of_documents"] == 8
     evaluation["eval_split"] = "dev"
@@ -211,7 +210,7 @@ def test_docs_example_of_several_sets_trains(places, train, tmp_path, monkeypatc
     monkeypatch.chdir(tmp_path)
     exit_code = train(tmp_path / "out", "example.yaml", train_data=None, max_steps=2)
     assert exit_code == 0, capsys.readouterr().err
-    data = json.loads(Path("out/run.json").read_text())["data"]
+    data = json.loads(Path("out/identity.json").read_text())["data"]
     num_rows = {name: data_set["rows"] for name, data_set in data["sets"].items()}
     assert num_rows == {"pairs": 20, "faq": 20, "mined": 20}
 

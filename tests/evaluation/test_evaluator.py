@@ -136,7 +136,7 @@ def test_a_store_of_another_model_is_refused(tmp_path):
     CorpusEncoder(model, "tiny", folder, tmp_path / "store").encode(show_progress=False)
     evaluator.documents = StoreDocuments(EmbeddingStore.open(tmp_path / "store"))
     evaluator.search(model)
-    with pytest.raises(ConfigError, match="another tokenisation"):
+    with pytest.raises(ConfigError, match="another tokenizer, prompt"):
         evaluator.search(tiny_encoder(passage_prompt="passage: "))
     with torch.no_grad():
         next(model.parameters()).add_(1.0)

@@ -17,15 +17,14 @@ from tiny_models import tiny_encoder
 from translations import make_questions, make_translations
 
 import contaccum
+from contaccum import work
 from contaccum.data.beir import BeirDataset, load_beir_folder
 from contaccum.data.split import read_split, write_part
 from contaccum.encoders.linear_map import solve_linear_map
 from contaccum.encoders.settings import is_tied
 from contaccum.evaluation.evaluator import RetrievalEvaluator
-from contaccum.experiments import budget as budget_module
 from contaccum.experiments import candidates as candidates_module
 from contaccum.experiments import fit as fit_module
-from contaccum.experiments.budget import Budget
 from contaccum.experiments.candidates import (
     BM25_WEIGHTS,
     LARGEST_LOSS,
@@ -47,6 +46,7 @@ from contaccum.retrieval.store import EmbeddingStore
 from contaccum.settings import Settings, replace
 from contaccum.training import update
 from contaccum.training.trainer import train_and_save
+from contaccum.work import Budget
 
 SETTINGS: dict[str, Any] = {
     "temperature": 0.05,
@@ -76,7 +76,7 @@ def root(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def clock(monkeypatch: pytest.MonkeyPatch) -> SimpleNamespace:
     """The clock of the budget, which only the test moves."""
     clock = SimpleNamespace(seconds=0.0)
-    monkeypatch.setattr(budget_module, "time", SimpleNamespace(monotonic=lambda: clock.seconds))
+    monkeypatch.setattr(work, "time", SimpleNamespace(monotonic=lambda: clock.seconds))
     return clock
 
 
@@ -87,7 +87,7 @@ def make_ladder(
     given = {**SETTINGS, **given}
     model = str(root / "fresh")
     args = check_given(model, given)
-    budget = Budget(1e6, folder / "used_time.json")
+    budget = Budget(1e6, folder)
     job = Job(folder, {}, given, args, budget, lambda line: None)
     Pairs(root / "questions.jsonl", test=100).hold_out(job.data)
     base, settings = fit_module.load_base(job, model)
@@ -469,7 +469,7 @@ def fit(root: Path, folder: Path, data: str = "questions.jsonl", **options: Any)
         print_line=lines.append,
         **{**SETTINGS, **options},
     )
-    record = json.loads((folder / "out" / "fit.json").read_text())
+    record = json.loads((folder / "out" / "result.json").read_text())
     assert (folder / "out" / "report.html").is_file()
     return {**record, "printed": "\n".join(lines)}
 
@@ -546,7 +546,7 @@ def test_ctrl_c_gives_a_verdict_on_the_candidates_so_far(
     else:
         with pytest.raises(SystemExit):
             fit(root, tmp_path)
-        assert not (tmp_path / "out" / "fit.json").exists()
+        assert not (tmp_path / "out" / "result.json").exists()
 
 
 def test_ctrl_c_before_the_first_candidate_ends_the_fit(root, tmp_path, monkeypatch):

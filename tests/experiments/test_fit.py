@@ -23,15 +23,14 @@ from tiny_models import tiny_encoder
 from translations import make_questions, make_translations
 
 import contaccum
+from contaccum import work
 from contaccum.cli import main
 from contaccum.data.beir import load_beir_folder
 from contaccum.data.split import read_split
 from contaccum.errors import ConfigError, UserError
-from contaccum.experiments import budget as budget_module
 from contaccum.experiments import candidates as candidates_module
 from contaccum.experiments import fit as fit_module
 from contaccum.experiments import folds, proposed
-from contaccum.experiments.budget import Budget
 from contaccum.experiments.candidates import Candidate
 from contaccum.experiments.comparison import ScoreColumns
 from contaccum.experiments.fit import FitResult
@@ -39,12 +38,13 @@ from contaccum.experiments.folds import Pairs
 from contaccum.experiments.request import read_given
 from contaccum.experiments.run import Job, Trained
 from contaccum.experiments.verdict import compute_verdicts
-from contaccum.files import lock_folder, write_json
+from contaccum.files import write_json
 from contaccum.retrieval.encode import model_fingerprint
 from contaccum.retrieval.store import EmbeddingStore
 from contaccum.settings import Settings, replace
 from contaccum.training import micro_batch
 from contaccum.training.trainer import train_and_save
+from contaccum.work import Budget
 
 SETTINGS: dict[str, object] = {
     "method": "contaccum",
@@ -110,7 +110,7 @@ def test_model_that_learns_is_better(root, trained):
 
 
 def test_candidates_have_one_numbering_in_terminal_and_record(root, trained):
-    record = json.loads((root / "better" / "fit.json").read_text())
+    record = json.loads((root / "better" / "result.json").read_text())
     printed = (root / "printed.txt").read_text()
     assert [row["number"] for row in record["candidates"]] == list(range(8))
     assert [row["rung"] for row in record["candidates"]] == [0] * 2 + [1] * 5 + [3]
@@ -141,7 +141,7 @@ def test_all_results_are_in_one_folder(root, trained):
 def searched(root: Path, trained: FitResult) -> dict[str, Path]:
     """{"free", "chosen": the run on test}, with the commands and the weights of the report."""
     test_folder = root / "better" / "data" / "test"
-    record = json.loads((root / "better" / "fit.json").read_text())
+    record = json.loads((root / "better" / "result.json").read_text())
     runs = {}
     for system, model in (("free", root / "fresh"), ("chosen", root / "better" / "model")):
         weight = record["candidates"][record[system]]["bm25_weight"]
@@ -171,7 +171,7 @@ def test_verdict_equals_an_evaluation_of_both_searches_on_the_test_folder(
     assert scores["free"] == pytest.approx(verdict.free, abs=1e-6)
     assert scores["chosen"] == pytest.approx(verdict.chosen, abs=1e-6)
     assert verdict.difference == pytest.approx(verdict.chosen - verdict.free)
-    record = json.loads((root / "better" / "fit.json").read_text())
+    record = json.loads((root / "better" / "result.json").read_text())
     assert record["candidates"][record["free"]]["bm25_weight"] > 0.0
     assert record["verdicts"][kind]["chosen"] == verdict.chosen
     assert [row[kind] for row in record["scores"]][2] == pytest.approx(verdict.free)
@@ -294,17 +294,6 @@ def test_verdict_on_few_test_queries_is_over_the_splits_for_which_there_is_time(
         assert sorted(path.name for path in folder.iterdir()) == ["identity.json", "result.json"]
 
 
-def test_seconds_of_a_stage_are_those_of_all_starts(tmp_path, monkeypatch):
-    clock = SimpleNamespace(seconds=0.0)
-    monkeypatch.setattr(budget_module.time, "monotonic", lambda: clock.seconds)
-    for _ in range(2):
-        budget = Budget(1000.0, tmp_path / "used_time.json")
-        with budget.measure("training"):
-            clock.seconds += 3.0
-    assert budget.stage_seconds == {"training": 6.0}
-    assert Budget(1000.0, tmp_path / "used_time.json").used() == 6.0
-
-
 def test_a_store_that_was_removed_is_encoded_again(root, tmp_path, monkeypatch):
     """The user may remove the store of an unfinished fit to free space."""
     arguments = {"model": root / "fresh", "output": tmp_path / "out", "use_cpu": True}
@@ -313,13 +302,14 @@ def test_a_store_that_was_removed_is_encoded_again(root, tmp_path, monkeypatch):
         with pytest.raises(Killed):
             contaccum.fit(root / "pairs.jsonl", **arguments)
         documents = read_split(tmp_path / "out" / "data").documents["train"]
-        assert len(EmbeddingStore.open(tmp_path / "out" / "store")) == documents
-        shutil.rmtree(tmp_path / "out" / "store")
+        store = tmp_path / "out" / "documents" / "store"
+        assert len(EmbeddingStore.open(store)) == documents
+        shutil.rmtree(store)
 
 
 def test_a_second_process_in_the_folder_is_refused(root, tmp_path):
     with (
-        lock_folder(tmp_path / "out", "contaccum fit"),
+        work.lock(tmp_path / "out", "contaccum fit"),
         pytest.raises(ConfigError, match="another contaccum fit works in this folder"),
     ):
         contaccum.fit(root / "pairs.jsonl", model=root / "fresh", output=tmp_path / "out")
@@ -360,7 +350,7 @@ def test_a_fit_in_the_folder_of_its_data_can_continue(tmp_path):
     source = Pairs(folder)
     output = folder / "runs" / "fit"
     before = source.describe(output)
-    write_json(output / "fit.json", {})
+    write_json(output / "result.json", {})
     assert source.describe(output) == before
     (folder / "more.jsonl").write_text("{}")
     assert source.describe(output) != before
@@ -368,7 +358,7 @@ def test_a_fit_in_the_folder_of_its_data_can_continue(tmp_path):
 
 def make_job(folder: Path) -> Job:
     args = proposed.check_given("model", {"use_cpu": True})
-    return Job(folder, {}, {}, args, Budget(600.0, folder / "used_time.json"), print)
+    return Job(folder, {}, {}, args, Budget(600.0, folder), print)
 
 
 @pytest.mark.parametrize("rung", [1, 2, 3])
@@ -481,7 +471,7 @@ def test_fit_that_was_killed_continues_to_the_same_verdict(
             fit()
     assert fit().verdicts == trained.verdicts
     continued, whole = (
-        json.loads((folder / "fit.json").read_text())
+        json.loads((folder / "result.json").read_text())
         for folder in (tmp_path / "out", trained.folder)
     )
     assert continued["scores"] == whole["scores"]
@@ -501,22 +491,22 @@ def test_other_call_in_the_folder_of_an_unfinished_fit_is_refused(root, tmp_path
     }
     with pytest.raises(Killed):
         contaccum.fit(root / "pairs.jsonl", **options)
-    with pytest.raises(ConfigError, match="this folder has work with another learning_rate "):
+    with pytest.raises(ConfigError, match="has work with another learning_rate "):
         contaccum.fit(root / "pairs.jsonl", **options, learning_rate=0.5)
-    with pytest.raises(ConfigError, match="this folder has work with another bm25 "):
+    with pytest.raises(ConfigError, match="has work with another bm25 "):
         contaccum.fit(root / "pairs.jsonl", **options, bm25=False)
-    with pytest.raises(ConfigError, match="this folder has work with another data;"):
+    with pytest.raises(ConfigError, match="has work with another data \\("):
         contaccum.fit(root / "more.jsonl", **options)
 
 
 @pytest.mark.parametrize(
     ("changed", "message"),
     [
-        ("weights", "another model;"),
-        ("prompt", "another tokenisation "),
-        ("guide", "another guide;"),
-        ("data", "another data;"),
-        ("corpus", "another corpus;"),
+        ("weights", "another model "),
+        ("prompt", "another model "),
+        ("guide", "another guide "),
+        ("data", "another data "),
+        ("corpus", "another corpus "),
         ("version", "another version "),
         ("machine", "another number of processes "),
     ],
@@ -574,7 +564,7 @@ def test_store_for_query_side_fits_a_training_with_an_adapter(root, tmp_path):
         lora_r=2,
         **settings,
     )
-    candidates = json.loads((result.folder / "fit.json").read_text())["candidates"]
+    candidates = json.loads((result.folder / "result.json").read_text())["candidates"]
     rungs = [candidate["rung"] for candidate in candidates]
     assert rungs == [0] * 2 + [1] * 5 + [2] * 3  # nothing else is trained with this method
     assert candidates[-1]["settings"]["lora_r"] == 2
@@ -795,7 +785,7 @@ def test_on_a_gpu_the_micro_batch_is_the_largest_that_its_memory_allows(
     monkeypatch.setattr(micro_batch, "try_micro_batch", run_out_of_memory_above_4)
     settings = replace(settings, output_dir=str(tmp_path / "run"), max_steps=2, use_cpu=True)
     train_and_save(settings)
-    record = json.loads((tmp_path / "run" / "run.json").read_text())
+    record = json.loads((tmp_path / "run" / "identity.json").read_text())
     assert (record["micro_batch"], record["pairs_per_update"]) == (4, 16)
 
 
@@ -837,7 +827,7 @@ def test_time_of_holding_out_counts_for_the_budget(root, tmp_path, monkeypatch):
         return hold_out(source, folder, **options)
 
     clock = SimpleNamespace(seconds=0.0)
-    monkeypatch.setattr(budget_module, "time", SimpleNamespace(monotonic=lambda: clock.seconds))
+    monkeypatch.setattr(work, "time", SimpleNamespace(monotonic=lambda: clock.seconds))
     monkeypatch.setattr(Pairs, "hold_out", hold_out_slowly)
     result = contaccum.fit(
         root / "questions.jsonl",
@@ -847,7 +837,7 @@ def test_time_of_holding_out_counts_for_the_budget(root, tmp_path, monkeypatch):
         test=100,
         use_cpu=True,
     )
-    record = json.loads((tmp_path / "out" / "fit.json").read_text())
+    record = json.loads((tmp_path / "out" / "result.json").read_text())
     assert record["seconds"]["total"] == 100.0
     assert [candidate["rung"] for candidate in record["candidates"]] == [0, 0]
     assert result.verdict.word == "LEVEL"
@@ -873,8 +863,8 @@ def test_existing_split_is_used_unchanged(root, tmp_path, monkeypatch):
 
 def test_finished_fit_is_kept_after_its_store_was_removed(root, trained, tmp_path):
     shutil.copytree(trained.folder, tmp_path / "out")
-    shutil.rmtree(tmp_path / "out" / "store")
-    record = (tmp_path / "out" / "fit.json").read_bytes()
+    shutil.rmtree(tmp_path / "out" / "documents" / "store")
+    record = (tmp_path / "out" / "result.json").read_bytes()
     for learning_rate in (0.01, 0.5):
         with pytest.raises(ConfigError, match=r"has a finished fit \(BETTER on new documents: "):
             contaccum.fit(
@@ -884,7 +874,7 @@ def test_finished_fit_is_kept_after_its_store_was_removed(root, trained, tmp_pat
                 learning_rate=learning_rate,
                 **SETTINGS,
             )
-    assert (tmp_path / "out" / "fit.json").read_bytes() == record
+    assert (tmp_path / "out" / "result.json").read_bytes() == record
 
 
 def test_folder_with_other_files_is_refused(root, tmp_path):
@@ -907,7 +897,7 @@ def test_settings_of_the_user_are_in_the_config_and_nothing_else_is_tried(root, 
     assert config["num_train_epochs"] == 6
     assert config["use_cpu"] is True
     assert config["disable_tqdm"] is True
-    record = json.loads((root / "better" / "fit.json").read_text())
+    record = json.loads((root / "better" / "result.json").read_text())
     trainings = [row for row in record["candidates"] if row["system"] == "trained"]
     assert [row["updates"] for row in trainings] == [18]
 
@@ -925,7 +915,7 @@ def test_two_processes_fit_one_model(root, tmp_path):
     assert done.returncode == 0, done.stderr[-2000:]
     lines = [line for line in done.stdout.splitlines() if line.startswith("BETTER: nDCG@10")]
     assert len(lines) == 1
-    assert json.loads((tmp_path / "out" / "fit.json").read_text())["verdict"]["line"] == lines[0]
+    assert json.loads((tmp_path / "out" / "result.json").read_text())["verdict"]["line"] == lines[0]
 
 
 KILLED_FIT = """
@@ -983,10 +973,10 @@ def test_two_processes_give_the_same_verdict_after_kills_in_all_stages(root, tmp
     fit(tmp_path / "killed", "fit", "choose_base_model", 1)
     for number in (1, 2):
         fit(tmp_path / "killed", "candidates", "train", number)
-    assert not (tmp_path / "killed" / "fit.json").exists()
+    assert not (tmp_path / "killed" / "result.json").exists()
     fit(tmp_path / "killed")
     whole, killed = (
-        json.loads((tmp_path / name / "fit.json").read_text()) for name in ("whole", "killed")
+        json.loads((tmp_path / name / "result.json").read_text()) for name in ("whole", "killed")
     )
     assert {row["rung"] for row in whole["candidates"]} == {0, 1, 2, 3, 4}
     for key in ("model", "verdicts", "scores", "chosen", "lines"):

@@ -1,8 +1,7 @@
-"""A training or other work in a folder: done once, goes on after a kill, anew with changes."""
+"""A training in a folder: done once, and continued after a stop."""
 
 from __future__ import annotations
 
-import json
 import signal
 from pathlib import Path
 from typing import Any
@@ -12,10 +11,8 @@ from sample_texts import sentences
 from small_data import write_pairs
 from tiny_models import tiny_encoder
 
-from contaccum.errors import ConfigError, UserError
 from contaccum.experiments import run as run_module
-from contaccum.experiments.run import begin, count_updates, hash_path, once, train
-from contaccum.files import lock_folder
+from contaccum.experiments.run import count_updates, train
 from contaccum.settings import Settings, replace
 from contaccum.training import log
 from contaccum.training.arguments import ContAccumTrainingArguments
@@ -42,91 +39,6 @@ def make_settings(root: Path, **changes: Any) -> Settings:
         "disable_tqdm": True,
     }
     return replace(Settings(), **{**values, **changes})
-
-
-def test_work_is_done_once_unless_its_identity_changes(tmp_path):
-    calls = []
-
-    def work() -> dict[str, Any]:
-        calls.append(sorted(path.name for path in tmp_path.iterdir()))
-        (tmp_path / "part").write_text("")
-        return {"value": (len(calls), 0.5)}
-
-    assert once(tmp_path, {"seed": 1}, work) == {"value": [1, 0.5]}
-    assert once(tmp_path, {"seed": 1}, work) == {"value": [1, 0.5]}
-    assert once(tmp_path, {"seed": 2}, work) == {"value": [2, 0.5]}
-    assert calls == [["identity.json"], ["identity.json"]]  # the folder was emptied
-
-
-def test_unfinished_work_goes_on_with_its_files(tmp_path):
-    class Killed(BaseException):
-        pass
-
-    def begin_work() -> dict[str, Any]:
-        (tmp_path / "part").write_text("half")
-        raise Killed
-
-    with pytest.raises(Killed):
-        once(tmp_path, {"seed": 1}, begin_work)
-    result = once(tmp_path, {"seed": 1}, lambda: {"read": (tmp_path / "part").read_text()})
-    assert result == {"read": "half"}
-
-
-def test_work_that_may_not_restart_is_refused_with_what_has_changed(tmp_path):
-    with begin(tmp_path / "out", {"seed": 1, "data": "a" * 64}, "contaccum fit", False):
-        (tmp_path / "out" / "part").write_text("")
-    expected = r"another seed \(1, now 2\), data; name another output folder"
-    changed = {"seed": 2, "data": "b" * 64}
-    with (
-        pytest.raises(ConfigError, match=expected),
-        begin(tmp_path / "out", changed, "contaccum fit", False),
-    ):
-        pytest.fail("refused before the work begins")
-    assert (tmp_path / "out" / "part").is_file()
-
-
-def test_folder_of_work_that_the_user_must_correct_is_free_again(tmp_path):
-    with (
-        pytest.raises(UserError, match="no such column"),
-        begin(tmp_path / "out", {"seed": 1}, "contaccum fit", False),
-    ):
-        raise UserError("no such column")
-    assert not (tmp_path / "out").exists()
-
-
-def test_second_process_in_a_folder_is_refused(tmp_path):
-    with (
-        lock_folder(tmp_path, "contaccum fit"),
-        pytest.raises(ConfigError, match="another run works in this folder"),
-    ):
-        once(tmp_path, {"seed": 1}, dict)
-
-
-def test_credentials_are_neither_written_nor_a_change(tmp_path, monkeypatch):
-    monkeypatch.setenv("HF_TOKEN", "hf_0123456789")
-    identity = {"data": "https://host/hf_0123456789/pairs"}
-    assert once(tmp_path, identity, lambda: {"value": 1}) == {"value": 1}
-    assert once(tmp_path, identity, lambda: {"value": 2}) == {"value": 1}
-    assert "hf_0123456789" not in (tmp_path / "identity.json").read_text()
-
-
-def test_hash_depends_on_names_and_contents_and_not_on_the_place(tmp_path):
-    (tmp_path / "data").mkdir()
-    file = tmp_path / "data" / "test.tsv"
-    file.write_text("q\td\t1\n")
-    first = hash_path(str(tmp_path / "data"))
-    file_hash = hash_path(str(file))
-    (tmp_path / "data").rename(tmp_path / "moved")
-    assert hash_path(str(tmp_path / "moved")) == first
-    assert hash_path(str(tmp_path / "moved" / "test.tsv")) == file_hash
-    (tmp_path / "moved" / "out").mkdir()
-    (tmp_path / "moved" / "out" / "result").write_text("")
-    assert hash_path(str(tmp_path / "moved"), left_out=tmp_path / "moved" / "out") == first
-    (tmp_path / "moved" / "test.tsv").write_text("q\td\t0\n")
-    assert hash_path(str(tmp_path / "moved")) != first
-    assert hash_path("owner/name-on-the-hub") == "owner/name-on-the-hub"
-    item = json.dumps({"path": str(tmp_path / "moved" / "test.tsv"), "min_score": 1})
-    assert str(tmp_path) not in hash_path(item)
 
 
 def test_training_is_done_once_and_its_log_is_the_result(root, tmp_path, monkeypatch):

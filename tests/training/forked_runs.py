@@ -135,7 +135,7 @@ def kill(num_kills: int) -> dict[str, Any]:
             continue
         num_killed += 1
         reached.append(find_last_update(folder))
-        if (folder / f"checkpoint-{NUM_UPDATES}" / "contaccum.json").is_file():
+        if (folder / f"checkpoint-{NUM_UPDATES}" / "result.json").is_file():
             # The run had done all updates, so nothing is left to resume.
             folders[-1] = ROOT / f"killed-{num_killed}-anew"
     codes.append(wait(fork(ROOT, lambda: train(folders[-1]))))

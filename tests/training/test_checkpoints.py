@@ -1,7 +1,6 @@
 """Checkpoints: completeness, resuming, kills and signals at any instant, full disks."""
 
 import errno
-import json
 import logging
 import os
 import shutil
@@ -24,22 +23,17 @@ from tiny_runs import (
     make_trainer,
     read_log,
 )
-from transformers import TrainerState
 
-from contaccum import DualEncoder
+from contaccum import DualEncoder, work
 from contaccum.errors import ConfigError, UserError
 from contaccum.settings import LossSettings
-from contaccum.training import checkpoint
 from contaccum.training import trainer as trainer_module
 from contaccum.training.checkpoint import (
     BANK_FILE,
-    MARKER,
-    ResumePoint,
-    explain_incomplete,
     find_checkpoints,
+    read_checkpoint,
     remove_oldest,
     require_free_folder,
-    write_marker,
 )
 
 OTHER_PAIRS = make_pairs(44, negatives=1).select(range(1, 44))
@@ -70,7 +64,7 @@ def make_checkpoints_of_two_runs(folder: Path) -> None:
         path = folder / f"checkpoint-{update}"
         path.mkdir()
         run_id = "this run" if update <= 3 else "other run"
-        write_marker(path, {"run_id": run_id, "update": update})
+        work.finish(path, {"run_id": run_id, "update": update})
 
 
 def have_same_weights(first: Any, second: Any) -> bool:
@@ -96,7 +90,8 @@ def train_until_sigterm(trainer: Any, micro_step: int) -> None:
 
 def test_a_checkpoint_holds_all_states_and_a_record_of_the_run(run):
     folder = run.folder / "checkpoint-2"
-    assert explain_incomplete(folder) is None
+    saved = read_checkpoint(folder)
+    assert saved is not None
     files = {path.relative_to(folder).as_posix() for path in folder.rglob("*") if path.is_file()}
     assert files >= {
         "model.safetensors",
@@ -105,15 +100,14 @@ def test_a_checkpoint_holds_all_states_and_a_record_of_the_run(run):
         "rng_state.pth",
         "trainer_state.json",
         BANK_FILE,
-        MARKER,
+        "identity.json",
     }
     assert "training_args.bin" not in files
-    marker = json.loads((folder / MARKER).read_text())
-    assert marker["contaccum"]
-    assert marker["update"] == 2
-    assert marker["files"].keys() == files - {MARKER}
-    assert marker["settings"]["pairs per update"] == 12
-    assert len(marker["settings"]["data fingerprint"]) == 64
+    assert saved["update"] == 2
+    assert saved["files"].keys() == files - {"result.json"}
+    settings = work.read_identity(folder)
+    assert settings["pairs per update"] == 12
+    assert len(settings["data fingerprint"]) == 64
     # A checkpoint from another person must be loadable without running code.
     for name in ("optimizer.pt", "scheduler.pt"):
         torch.load(folder / name, weights_only=True)
@@ -121,26 +115,24 @@ def test_a_checkpoint_holds_all_states_and_a_record_of_the_run(run):
 
 def test_the_newest_complete_checkpoint_is_resumed(run, finished, caplog, capsys):
     """Newer checkpoints that are incomplete are named in warnings."""
-    (finished / "checkpoint-8" / MARKER).unlink()
+    (finished / "checkpoint-8" / "result.json").unlink()
     os.truncate(finished / "checkpoint-7" / "optimizer.pt", 100)
     resumed = make_trainer(finished, **RUN_SETTINGS, **SAVE_EVERY_UPDATE)
     with caplog.at_level(logging.WARNING):
         resumed.train(resume_from_checkpoint="last")
-    eight = f"skipped {finished / 'checkpoint-8'}: {MARKER} is missing or damaged"
-    assert eight in caplog.text
-    seven = f"skipped {finished / 'checkpoint-7'}: optimizer.pt is missing or has another size"
-    assert seven in caplog.text
+    for name in ("checkpoint-8", "checkpoint-7"):
+        assert f"skipped {finished / name}: it is incomplete" in caplog.text
     output = capsys.readouterr().out
     assert f"resuming from         {finished / 'checkpoint-6'} (after 6 updates)" in output
     # Two updates were trained twice, but each has one line in the log. The damaged checkpoints were
     # written again.
     assert list_updates(finished) == list(range(1, 9))
-    assert [explain_incomplete(path) for path in find_checkpoints(finished)] == [None] * 3
+    assert all(map(read_checkpoint, find_checkpoints(finished)))
     assert list_differences(run.state, get_state(resumed)) == []
 
     (finished / "checkpoint-8" / "scheduler.pt").unlink()
     again = make_trainer(finished, **RUN_SETTINGS, **SAVE_EVERY_UPDATE)
-    with pytest.raises(UserError, match=r"no checkpoint to resume from .*scheduler\.pt is missing"):
+    with pytest.raises(UserError, match="no complete checkpoint to resume from"):
         again.train(resume_from_checkpoint=str(finished / "checkpoint-8"))
 
 
@@ -190,7 +182,7 @@ def test_a_run_limited_by_epochs_trains_no_further_update(tmp_path):
 
 
 def test_a_longer_run_killed_before_its_first_checkpoint_is_not_finished(tmp_path):
-    """The killed start has written its own length to run.json."""
+    """The killed start has written its own length to identity.json."""
     make_trainer(tmp_path, 12, **SAVE_EVERY_UPDATE, num_train_epochs=1).train()
     killed = make_trainer(tmp_path, 12, **SAVE_EVERY_UPDATE, num_train_epochs=3)
     call_at_micro_step(killed, 1, kill)
@@ -239,7 +231,10 @@ def test_auto_resumes_only_the_run_of_the_folder(tmp_path, caplog):
     resumed = make_trainer(tmp_path, learning_rate=1e-4, max_steps=1)
     with caplog.at_level(logging.WARNING):
         resumed.train(resume_from_checkpoint="auto")
-    assert f"skipped {tmp_path / 'checkpoint-3'}: it belongs to another run" in caplog.text
+    assert (
+        f"skipped {tmp_path / 'checkpoint-3'}: it is incomplete, or belongs to another run"
+        in caplog.text
+    )
     assert resumed.run_id == stopped.run_id
     assert resumed.state.global_step == 1
     assert have_same_weights(resumed, stopped)
@@ -276,13 +271,18 @@ def test_a_run_killed_before_its_first_checkpoint_starts_again_by_auto(
     straight.train()
     make_trainer(tmp_path / "run", **SAVE_EVERY_UPDATE, learning_rate=0.1).train()
     overwriting = make_trainer(tmp_path / "run", overwrite_output_dir=True, **SAVE_EVERY_UPDATE)
+    remove = shutil.rmtree
+
+    def leave_checkpoints(path: Any, **options: Any) -> None:
+        """Remove no checkpoint: after SIGKILL, the old and the partly written ones remain."""
+        if not Path(path).name.startswith("checkpoint-"):
+            remove(path, **options)
+        elif moment == "before old checkpoints are removed":
+            kill()
+
     with monkeypatch.context() as patch:
-        if moment == "before old checkpoints are removed":
-            patch.setattr("contaccum.training.checkpoint.remove_replaced", kill)
-        else:
-            patch.setattr("contaccum.training.checkpoint.write_marker", kill)
-            # After SIGKILL, the partly written folder would remain.
-            patch.setattr(checkpoint.shutil, "rmtree", lambda *_, **__: None)
+        patch.setattr(shutil, "rmtree", leave_checkpoints)
+        patch.setattr(trainer_module, "save_file", kill)
         with pytest.raises(KeyboardInterrupt):
             overwriting.train()
     assert list_checkpoint_names(tmp_path / "run")
@@ -290,28 +290,6 @@ def test_a_run_killed_before_its_first_checkpoint_starts_again_by_auto(
     again.train(resume_from_checkpoint="auto")
     assert list_differences(get_state(straight), get_state(again)) == []
     assert list_updates(tmp_path / "run") == [1, 2, 3]
-
-
-def test_every_file_reaches_the_disk_before_the_marker_is_written(tmp_path, monkeypatch):
-    flushed: list[str] = []
-    fsync = os.fsync
-
-    def record_fsync(file: int) -> None:
-        flushed.append(os.readlink(f"/proc/self/fd/{file}"))
-        fsync(file)
-
-    for name in ("weights", "sub/bank"):
-        (tmp_path / name).parent.mkdir(exist_ok=True)
-        (tmp_path / name).write_text(name)
-
-    def write_json(path: Path, record: Any) -> None:
-        assert set(flushed) == {str(tmp_path / name) for name in record["files"]}
-        path.write_text(json.dumps(record))
-
-    monkeypatch.setattr(os, "fsync", record_fsync)
-    monkeypatch.setattr(checkpoint, "write_json", write_json)
-    write_marker(tmp_path, {})
-    assert set(checkpoint.read_marker(tmp_path)["files"]) == {"weights", "sub/bank"}
 
 
 def test_a_run_resumed_from_an_earlier_checkpoint_removes_its_later_ones(tmp_path, caplog):
@@ -332,7 +310,7 @@ def test_a_run_resumed_from_an_earlier_checkpoint_removes_its_later_ones(tmp_pat
 @pytest.mark.parametrize("word", ["last", "auto"])
 def test_checkpoints_without_a_run_record_are_resumed_only_by_name(run, word, tmp_path):
     shutil.copytree(run.folder / "checkpoint-8", tmp_path / "checkpoint-8")
-    with pytest.raises(UserError, match="belongs to another run"):
+    with pytest.raises(UserError, match="no complete checkpoint"):
         make_trainer(tmp_path, **RUN_SETTINGS).train(resume_from_checkpoint=word)
 
 
@@ -354,10 +332,8 @@ def test_a_changed_setting_that_prevents_resuming_is_named(run, tmp_path, change
 def test_another_value_of_any_of_these_settings_prevents_resuming(run):
     """`gather_across_devices` may change, because a run may resume on another number of ranks."""
     folder = run.folder / "checkpoint-2"
-    marker = json.loads((folder / MARKER).read_text())
-    point = ResumePoint(folder, marker, TrainerState(), is_newest=False)
-    settings = marker["settings"]
-    point.require_same_settings(settings)
+    settings = work.read_identity(folder)
+    work.require_same_work(folder, settings)
     expected = {
         "method",
         "optim",
@@ -383,7 +359,7 @@ def test_another_value_of_any_of_these_settings_prevents_resuming(run):
     assert settings.keys() >= expected
     for name in settings:
         with pytest.raises(UserError, match=name):
-            point.require_same_settings({**settings, name: "another value"})
+            work.require_same_work(folder, {**settings, name: "another value"})
 
 
 def test_a_run_resumes_with_another_micro_batch_and_clipping(run, tmp_path):
@@ -410,7 +386,7 @@ def test_a_resumed_run_uses_its_own_intervals_of_saving_and_logging(run, tmp_pat
 
 
 def test_a_checkpoint_that_is_missing_without_optimizer_or_of_another_model_is_refused(tmp_path):
-    with pytest.raises(UserError, match="no checkpoint to resume from"):
+    with pytest.raises(UserError, match="no complete checkpoint to resume from"):
         make_trainer(tmp_path).train(resume_from_checkpoint="last")
     make_trainer(tmp_path, max_steps=1, **SAVE_EVERY_UPDATE, save_only_model=True).train()
     with pytest.raises(UserError, match="written with save_only_model"):
@@ -421,21 +397,34 @@ def test_a_checkpoint_that_is_missing_without_optimizer_or_of_another_model_is_r
 
 
 def test_older_checkpoints_are_removed_only_when_the_newer_one_is_complete(tmp_path, monkeypatch):
-    names_before_marker: list[list[str]] = []
+    names_before_the_bank: list[list[str]] = []
+    save_file = trainer_module.save_file
 
-    def watch(folder: Path, record: Any) -> None:
-        names = sorted(path.name for path in folder.parent.glob("checkpoint-*"))
-        names_before_marker.append(names)
-        write_marker(folder, record)
+    def watch(banks: Any, path: Path) -> None:
+        names = sorted(path.name for path in tmp_path.glob("checkpoint-*"))
+        names_before_the_bank.append(names)
+        save_file(banks, path)
 
-    monkeypatch.setattr(checkpoint, "write_marker", watch)
+    monkeypatch.setattr(trainer_module, "save_file", watch)
     make_trainer(tmp_path, **SAVE_EVERY_UPDATE, save_total_limit=1).train()
-    assert names_before_marker == [
+    assert names_before_the_bank == [
         ["checkpoint-1"],
         ["checkpoint-1", "checkpoint-2"],
         ["checkpoint-2", "checkpoint-3"],
     ]
     assert list_checkpoint_names(tmp_path) == ["checkpoint-3"]
+
+
+def test_a_second_training_in_the_folder_and_the_folder_of_a_store_are_refused(tmp_path):
+    with (
+        work.lock(tmp_path, "training"),
+        pytest.raises(ConfigError, match="another training works in this folder"),
+    ):
+        make_trainer(tmp_path).train()
+    work.write_identity(tmp_path, {"work": "a store"})
+    with pytest.raises(ConfigError, match="holds a store"):
+        make_trainer(tmp_path, overwrite_output_dir=True).train()
+    assert work.read_identity(tmp_path) == {"work": "a store"}
 
 
 TORCH_ERROR = "[enforce fail at inline_container.cc:603] PytorchStreamWriter failed writing file"
@@ -464,7 +453,7 @@ def test_a_full_disk_leaves_the_last_complete_checkpoint(
     with pytest.raises(type(error)):  # the command line makes one line of it
         trainer.train()
     assert list_checkpoint_names(tmp_path) == ["checkpoint-1"]
-    assert explain_incomplete(tmp_path / "checkpoint-1") is None
+    assert read_checkpoint(tmp_path / "checkpoint-1")
 
 
 @pytest.mark.parametrize("kind", [DualEncoder, SentenceTransformer])
@@ -491,7 +480,7 @@ def test_after_a_signal_the_run_saves_stops_and_resumes_exactly(run, name, tmp_p
     assert f"{name}: saving a checkpoint after this update" in output.err
     assert "saved " in output.out
     assert signal.getsignal(number) == handler
-    assert explain_incomplete(tmp_path / "checkpoint-3") is None
+    assert read_checkpoint(tmp_path / "checkpoint-3")
     resumed = make_trainer(tmp_path, **RUN_SETTINGS)
     resumed.train(resume_from_checkpoint="last")
     assert list_differences(run.state, get_state(resumed)) == []

@@ -244,7 +244,7 @@ def test_a_run_on_several_sets_resumes_bit_for_bit_in_its_second_epoch(
     second_epoch = texts[num_batches // 2 :]
     assert first_epoch != second_epoch
     assert len(get_samplings(straight.train_dataset)) == 3
-    record = json.loads((tmp_path / "straight" / "run.json").read_text())["data"]
+    record = json.loads((tmp_path / "straight" / "identity.json").read_text())["data"]
     assert record["rows"] == sum(SIZES.values())
     assert record["sets"] == {"small": "p"}
     assert record["fingerprint"]

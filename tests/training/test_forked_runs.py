@@ -44,7 +44,7 @@ def test_a_run_killed_at_random_instants_ends_bit_identical(num_kills, tmp_path)
         assert files == {
             "checkpoint-5",
             "checkpoint-6",
-            "run.json",
+            "identity.json",
             "train_log.jsonl",
             "outcome.pt",
         }
@@ -92,7 +92,7 @@ def test_ranks_stop_together_and_resume_on_two_ranks_or_on_one(ranks):
     assert codes["resumed"] == [0, 0]
     assert_same_outcome(folder / "ranks", folder / "stopped", num_updates=4)
     for name in ("ranks", "stopped"):
-        record = json.loads((folder / name / "run.json").read_text())
+        record = json.loads((folder / name / "identity.json").read_text())
         for rank in (0, 1):
             run_id = (folder / name / f"run_id-{rank}").read_text()
             assert run_id == record["run_id"]

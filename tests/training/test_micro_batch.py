@@ -64,7 +64,7 @@ def test_a_run_with_auto_and_a_composing_sampler_resumes(tmp_path, monkeypatch):
     monkeypatch.setattr("contaccum.training.micro_batch.find_micro_batch", lambda *_: 4)
     straight = make_trainer(tmp_path, **AUTO, **settings)
     straight.train()
-    record = read_json(tmp_path / "run.json")
+    record = read_json(tmp_path / "identity.json")
     assert record["micro_batch"] == 4
     assert record["arguments"]["per_device_train_batch_size"] == "auto"
     checkpoint = tmp_path / "checkpoint-2"

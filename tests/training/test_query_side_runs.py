@@ -111,8 +111,8 @@ def test_a_run_lowers_its_loss_and_leaves_the_documents_bit_for_bit(root, tmp_pa
     trained = DualEncoder.from_pretrained(tmp_path / "run", device="cpu")
     assert (encode_texts(trained, TEXTS) == encode_texts(base, TEXTS)).all()
     assert compute_largest_difference(trained, base) > 1e-3
-    record = json.loads((tmp_path / "run/run.json").read_text())
-    assert record["method"] == "query_side"
+    record = json.loads((tmp_path / "run/identity.json").read_text())
+    assert record["arguments"]["method"] == "query_side"
     assert record["documents"]["documents"] == 40
     assert "QuerySideLoss" in (tmp_path / "run/README.md").read_text()
     # The trained query tower searches the old store.
@@ -212,7 +212,7 @@ def test_missing_positives_are_added_or_dropped(root, tmp_path, missing, num_pai
     settings = {"corpus": corpus, "missing": missing, "num_train_epochs": 1}
     assert run_train(root, tmp_path / "run", **settings) == 0
     assert sum(line["pairs"] for line in read_log(tmp_path / "run")) == num_pairs
-    record = json.loads((tmp_path / "run/run.json").read_text())
+    record = json.loads((tmp_path / "run/identity.json").read_text())
     assert record["documents"]["documents"] == num_documents
 
 
@@ -249,7 +249,7 @@ def test_evaluation_while_training_reads_documents_from_the_store(root, tmp_path
     [
         ({"passage_store": "nowhere"}, "nowhere: not a store of embeddings"),
         ({"corpus": "nowhere.jsonl"}, "nowhere.jsonl"),
-        ({"passage_store": "{root}/cut"}, "missing or cut off"),
+        ({"passage_store": "{root}/cut"}, "missing, cut off"),
         ({"passage_store": "{root}/store", "similarity": "dot"}, "another similarity"),
     ],
 )

@@ -1,7 +1,6 @@
 """ContAccumTrainer: methods, resuming, the log, gradient norms, prompts, frozen parameters."""
 
 import inspect
-import json
 import math
 import re
 from functools import partial
@@ -29,11 +28,11 @@ from tiny_runs import (
 )
 from torch import Tensor
 
-from contaccum import ContAccumLoss, ContAccumTrainer, DualEncoder
+from contaccum import ContAccumLoss, ContAccumTrainer, DualEncoder, work
 from contaccum.errors import ConfigError, UserError
 from contaccum.retrieval.encode import model_fingerprint
 from contaccum.settings import WITH_BANK
-from contaccum.training.log import RUN_RECORD, CollapseWatch
+from contaccum.training.log import CollapseWatch
 
 Log = list[dict[str, Any]]
 
@@ -105,9 +104,9 @@ def test_a_run_writes_a_line_for_each_update(run):
 
 
 def test_a_run_leaves_its_record_and_a_model(run):
-    record = json.loads((run.folder / RUN_RECORD).read_text())
-    assert record["method"] == "contaccum"
-    assert record["seed"] == 5
+    record = work.read_identity(run.folder)
+    assert record["arguments"]["method"] == "contaccum"
+    assert record["arguments"]["seed"] == 5
     assert record["pairs_per_update"] == 12
     assert record["updates"] == 8
     assert record["data"]["rows"] == 43
@@ -185,8 +184,7 @@ def test_every_method_trains_logs_and_masks_false_negatives(method, tied, tmp_pa
         guide = model_fingerprint(tiny_encoder())
     masking = make_trainer(tmp_path / "masking", max_steps=1, **settings)
     masking.train()
-    resume_settings = masking.description.resume_settings
-    assert resume_settings["guide"] == guide
+    assert work.read_identity(tmp_path / "masking")["resume"]["guide"] == guide
     masked_share = read_log(tmp_path / "masking")[0]["masked"]
     assert log[0]["masked"] < masked_share < 1
 
@@ -424,7 +422,7 @@ def test_an_upload_has_a_model_and_a_card_and_no_credentials(tmp_path, monkeypat
     (uploaded_names,) = uploads
     assert {"README.md", "model.safetensors", "modules.json"} <= uploaded_names
     for name in uploaded_names:
-        assert not re.search(r"bank|checkpoint|log|run\.json|optimizer|\.bin", name)
+        assert not re.search(r"bank|checkpoint|log|identity|result|optimizer|\.bin", name)
 
     trainer.save_model()
     card = (tmp_path / "run" / "README.md").read_text()

@@ -22,14 +22,16 @@ import torch
 
 from comparison.plan import Group
 from comparison.processes import Job, exit_with_parent, run_jobs
+from contaccum import __version__, work
 from contaccum.data.near_duplicates import group_queries
 from contaccum.errors import ConfigError
 from contaccum.evaluation.beir import describe_data, evaluate_beir
 from contaccum.evaluation.beir import load_data as load_beir_data
-from contaccum.experiments.run import describe_settings, find_result, once
-from contaccum.files import fingerprint, provenance, read_json
+from contaccum.experiments.run import TRAINING_FOLDER
+from contaccum.files import fingerprint, hash_path, provenance, read_json
 from contaccum.retrieval.encode import model_fingerprint
-from contaccum.settings import DataSettings, Settings, replace, select, to_dict
+from contaccum.retrieval.store import EmbeddingStore
+from contaccum.settings import DataSettings, Settings, find, replace, select, to_dict
 from contaccum.training.arguments import ContAccumTrainingArguments, get_name
 from contaccum.training.log import TRAIN_LOG, read_log
 from contaccum.training.setup import load_data, load_encoder, load_run_data
@@ -124,7 +126,8 @@ def make_jobs(groups: Sequence[Group], seeds: Sequence[int], sets: Sets, folder:
     for seed in seeds:
         for group in groups:
             run_folder = folder / group.run_name(seed)
-            settings = replace(group.settings, seed=seed, output_dir=str(run_folder))
+            output_dir = str(run_folder / TRAINING_FOLDER)
+            settings = replace(group.settings, seed=seed, output_dir=output_dir)
             data_key = str([select(settings, DataSettings), settings.distill])
             if data_key not in train_fingerprints:
                 train_fingerprints[data_key] = load_data(settings).fingerprint
@@ -137,6 +140,7 @@ def make_jobs(groups: Sequence[Group], seeds: Sequence[int], sets: Sets, folder:
                     "settings": to_dict(settings),
                     "sets": [(data["path"], data["split"]) for data in sets],
                     "identity": {
+                        "work": "a run of a comparison",
                         **describe_settings(settings),
                         "train_data": train_fingerprints[data_key],
                         **scored_on,
@@ -144,6 +148,26 @@ def make_jobs(groups: Sequence[Group], seeds: Sequence[int], sets: Sets, folder:
                 }
             )
     return jobs
+
+
+def describe_settings(settings: Settings) -> dict[str, Any]:
+    """Return {name: value} of the settings that decide the result of a run, and the version.
+
+    A file or folder is described by its content, so that it may be moved.
+    """
+    ignored = find("on_change", "ignore")
+    paths = find("is_path")
+    identity: dict[str, Any] = {"version": __version__}
+    for name, value in to_dict(settings).items():
+        if name in ignored:
+            continue
+        if name == "passage_store":  # its embeddings are large, and have a hash already
+            value = EmbeddingStore.open(value).fingerprint
+        elif name in paths:
+            items = value if isinstance(value, list) else [value]
+            value = [hash_path(item) for item in items]
+        identity[name] = value
+    return identity
 
 
 def read_results(jobs: Sequence[Job]) -> dict[str, dict[str, Any]]:
@@ -154,8 +178,10 @@ def read_results(jobs: Sequence[Job]) -> dict[str, dict[str, Any]]:
     """
     results = {}
     for job in jobs:
-        result = find_result(Path(job["folder"]), job["identity"], may_restart=False)
+        folder = Path(job["folder"])
+        result = work.read_result(folder)
         if result is not None:
+            work.require_same_work(folder, job["identity"])
             results[job["name"]] = result
     return results
 
@@ -171,7 +197,7 @@ def run_job(job: Job) -> dict[str, Any]:
     trainer = make_trainer(encoder, settings, args, data)
     trainer.train()
 
-    log = read_log(Path(job["folder"], TRAIN_LOG))
+    log = read_log(Path(str(args.output_dir), TRAIN_LOG))
     seconds = [record["seconds"] for record in log]
     norm_ratios = [
         record["grad_norm_ratio"] for record in log if record.get("grad_norm_ratio") is not None
@@ -235,7 +261,7 @@ def fingerprint_data_order(args: ContAccumTrainingArguments, training_data: Any)
 def do_job(job_file: str) -> None:
     """Do the run of a job file, and write its result."""
     job = read_json(job_file)
-    once(Path(job["folder"]), job["identity"], lambda: run_job(job))
+    work.once(Path(job["folder"]), job["identity"], lambda: run_job(job))
 
 
 if __name__ == "__main__":
