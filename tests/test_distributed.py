@@ -16,8 +16,9 @@ from forks import run_on_ranks
 from programs import run_forking_script
 from torch.nn.parallel import DistributedDataParallel
 
-from contaccum import BankedInfoNCE
+from contaccum import BankedInfoNCE, ContAccumLoss
 from contaccum.bank.full_softmax import NO_ROW, DocumentBlock, compute_full_softmax_loss
+from contaccum.errors import ConfigError
 from contaccum.experiments.budget import Budget
 
 D = 6
@@ -176,6 +177,7 @@ def run_rank(rank: int, folder: Path) -> None:
     for case in CASES:
         results[case] = run_steps(case, [rank], gather_across_devices=True)
     results["errors"] = collect_errors(rank)
+    results["own banks"] = save_and_restore_own_bank(rank)
     results["full softmax"] = compute_full_softmax([rank])
     used_time = folder / f"used-{rank}.json"
     used_time.write_text(json.dumps({"used_seconds": 1000.0 * rank, "stages": {}}))
@@ -248,6 +250,35 @@ def test_full_softmax_over_partitioned_documents_equals_one_process(ranks):
         result = results["full softmax"]
         assert result["loss"] == pytest.approx(expected["loss"], abs=1e-10)
         assert (result["gradient"] - expected["gradient"]).abs().max() < 1e-10
+
+
+def save_and_restore_own_bank(rank: int) -> dict[str, Any]:
+    """Train on a bank that no other rank has, save the banks of all ranks, and restore this one."""
+    loss_fn = ContAccumLoss(Towers(), bank_size=8)
+    embeddings, _ = draw_micro_batch(0, rank, 4, 0)
+    loss_fn.compute_loss_from_embeddings([x.requires_grad_() for x in embeddings])
+    state = loss_fn.bank_state_dict()
+    assert loss_fn.bank_state_dict(keep=False) == {}
+    restored = ContAccumLoss(Towers(), bank_size=8)
+    restored.load_bank_state_dict(state)
+    with pytest.raises(ConfigError, match="banks of 3 ranks"):
+        ContAccumLoss(Towers(), gather_across_devices=True).load_bank_state_dict(state)
+    states = [x.info_nces.state_dict() for x in (loss_fn, restored)]
+    return {"saved": states[0], "restored": states[1], "of all ranks": state}
+
+
+@pytest.mark.slow
+def test_banks_that_ranks_do_not_share_are_saved_in_one_state_and_restored(ranks):
+    queries = []
+    for results in ranks:
+        saved, restored, state = results["own banks"].values()
+        assert state.keys() == ranks[0]["own banks"]["of all ranks"].keys()
+        assert saved.keys() == restored.keys()
+        assert all(torch.equal(value, restored[key]) for key, value in saved.items())
+        queries.append(restored[f"{D}.bank.queries"])
+    assert not torch.equal(queries[0], queries[1])
+    with pytest.raises(ConfigError, match="banks of 3 ranks"):  # in one process
+        ContAccumLoss(Towers()).load_bank_state_dict(state)
 
 
 def collect_errors(rank: int) -> dict[str, str]:

@@ -1,4 +1,4 @@
-"""Diagnostics of a micro-step, which `BankedInfoNCE.last` returns; they change no training.
+"""Diagnostics of a micro-step, the numbers of `BankedInfoNCE.last`. They change no training.
 
 Letters in shapes: n pairs in the micro-batch, h hard negatives per query, m filled slots of the
 bank, d the embedding size.
@@ -22,8 +22,8 @@ MASKED_THRESHOLD = MASKED / 2
 
 
 @dataclass(frozen=True, eq=False)
-class MicroStep:
-    """A micro-step, with the bank as it was before the micro-batch was enqueued.
+class Diagnostics:
+    """Diagnostics of a micro-step, with the bank as it was before the micro-batch was enqueued.
 
     A fresh passage is one of the micro-batch or of the current update; the others are aged.
 
@@ -35,7 +35,8 @@ class MicroStep:
         num_aged: number of aged pairs in use, the oldest ones.
         local_rows: the losses of the local rows.
         not_finite: bool scalar, True for a micro-batch that is not finite.
-        afterwards: in training, ``bank_fill`` and ``bank_age`` after the micro-batch.
+        afterwards: ``bank_fill`` and ``bank_age`` after the micro-batch was enqueued; empty if it
+            was not.
     """
 
     passages: Tensor
@@ -50,12 +51,12 @@ class MicroStep:
 
     @property
     def local_loss(self) -> Tensor:
-        """The mean loss of the local rows."""
+        """The entry ``local_loss`` of `numbers`, which costs less than all of them."""
         return self.local_rows.losses.mean()
 
     @cached_property
-    def diagnostics(self) -> dict[str, Any]:
-        """Numbers that describe the micro-step.
+    def numbers(self) -> dict[str, Any]:
+        """The numbers by name, computed when they are first read.
 
         They stay tensors on the device, so a reader waits for the device only if it needs them. The
         softmax mass of a passage is its softmax probability, summed over the local rows of which it
@@ -75,12 +76,11 @@ class MicroStep:
         - ``bank_mass_aged``: mean mass of an aged passage, divided by that of a fresh passage.
           1: age makes no difference. Near 0: the encoder has moved away from the bank,
 
-        and in training
+        and with a bank in training
 
         - ``enqueued``: number of pairs that were stored in the bank as valid,
         - ``bank_fill``: number of pairs in use afterwards,
-        - ``bank_age``: with a bank, number of updates that have ended since the oldest of them was
-          encoded.
+        - ``bank_age``: number of updates that have ended since the oldest of them was encoded.
         """
         n, _, num_documents = self.in_batch.shape
         columns = n * num_documents
@@ -98,9 +98,9 @@ class MicroStep:
             in_batch_mass = (self.in_batch[:, :, 0] - log_sums).exp().sum()
             mass_by_slot = (self.against_bank[:, :, 0] - log_sums).exp().sum(0)
             first, end = self.pairs_in_use.start, self.pairs_in_use.stop
-            numbers = torch.arange(first, end, device=log_sums.device)
-            # While the bank is filled, numbers are below the number of slots.
-            mass_by_pair = mass_by_slot[numbers % len(mass_by_slot)]  # oldest first
+            pairs = torch.arange(first, end, device=log_sums.device)
+            # While the bank is filled, pairs have numbers below the number of slots.
+            mass_by_pair = mass_by_slot[pairs % len(mass_by_slot)]  # oldest first
             aged_mass = mass_by_pair[: self.num_aged].sum()
             fresh_bank_mass = mass_by_pair[self.num_aged :].sum()
             num_fresh = n - 1 + len(self.pairs_in_use) - self.num_aged
@@ -114,7 +114,7 @@ class MicroStep:
         spread = variance / self.passages.square().sum() * n
         if n == 1:  # one passage has no spread
             spread = spread * math.nan
-        diagnostics: dict[str, Any] = {
+        numbers: dict[str, Any] = {
             "local_loss": self.local_loss,
             "columns": columns,
             "masked": num_masked / (n * num_negatives).clamp_min(1),
@@ -122,5 +122,5 @@ class MicroStep:
             **masses,
         }
         if self.afterwards:
-            diagnostics["enqueued"] = 0 if self.invalid is None else n * ~self.not_finite
-        return diagnostics | self.afterwards
+            numbers["enqueued"] = n * ~self.not_finite
+        return numbers | self.afterwards

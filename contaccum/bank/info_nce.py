@@ -32,7 +32,7 @@ from torch import Tensor, nn
 from torch.nn.functional import normalize
 
 from contaccum.bank.centering import GradientCentering
-from contaccum.bank.diagnostics import MicroStep
+from contaccum.bank.diagnostics import Diagnostics
 from contaccum.bank.drift import DriftCompensation
 from contaccum.bank.logits import (
     MASKED,
@@ -42,7 +42,7 @@ from contaccum.bank.logits import (
     stack_ids,
     stack_texts,
 )
-from contaccum.bank.memory_bank import MemoryBank, is_not_finite, score_blocks
+from contaccum.bank.memory_bank import MemoryBank, score_blocks
 from contaccum.bank.row_losses import (
     PrecomputedGradient,
     compute_row_gradients,
@@ -102,6 +102,7 @@ class BankedInfoNCE(nn.Module):
         bank: the `MemoryBank`; None with ``bank_size=0``, and before the first call, which sets the
             embedding size.
         clock: the `UpdateClock`.
+        diagnostics: the `Diagnostics` of the last micro-step; None before it.
 
     Raises:
         ConfigError (a ValueError): for settings out of range.
@@ -119,7 +120,7 @@ class BankedInfoNCE(nn.Module):
         self.clock = UpdateClock()
         self.compensation = DriftCompensation(settings)
         self.centering = GradientCentering(settings.pairs_per_update)
-        self._last_step: MicroStep | None = None
+        self.diagnostics: Diagnostics | None = None
 
     @classmethod
     def from_settings(cls, settings: InfoNCESettings) -> BankedInfoNCE:
@@ -221,9 +222,10 @@ class BankedInfoNCE(nn.Module):
             pairs_in_use = bank.pairs_in_use
             num_aged = max(self.clock.update_start - bank.oldest_in_use, 0)
 
-        # The losses of the local rows, then those of the banked rows.
-        negative_logits = torch.cat([blocks.in_batch.flatten(1), blocks.against_bank_sums], dim=1)
-        local_rows = compute_row_losses(negative_logits.logsumexp(1), local.positive_logits)
+        # The losses of the local rows, then those of the banked rows. Of both, the negatives in the
+        # bank come as log-sums: for local rows one per block of the ring, which the bank stores.
+        local_logits = torch.cat([blocks.in_batch.flatten(1), blocks.against_bank_sums], dim=1)
+        local_rows = compute_row_losses(local_logits.logsumexp(1), local.positive_logits)
         loss = local_rows.losses.sum()
         divisor: Tensor | int = n
         banked_rows = None
@@ -239,8 +241,8 @@ class BankedInfoNCE(nn.Module):
             if settings.normalize_by == "all":
                 divisor = n + (~is_invalid).sum(dtype=loss.dtype)
         loss = loss / divisor
-        # A sum is finite only if all its terms are.
-        not_finite = is_not_finite(loss + texts.sum())
+        # A sum is finite only if all its terms are, and only finite numbers times zero are not NaN.
+        not_finite = ((loss + texts.sum()) * 0).isnan()
 
         # The gradient. Enqueueing changes the bank in place, so the gradient is computed before it.
         gradient = None
@@ -271,7 +273,7 @@ class BankedInfoNCE(nn.Module):
             self._require_updates()
             afterwards = {"bank_fill": bank.in_use, "bank_age": len(self.clock.update_ends)}
 
-        self._last_step = MicroStep(
+        self.diagnostics = Diagnostics(
             passages=texts[:, 1],
             in_batch=blocks.in_batch,
             against_bank=blocks.against_bank,
@@ -323,13 +325,8 @@ class BankedInfoNCE(nn.Module):
 
     @property
     def last(self) -> dict[str, Any]:
-        """Diagnostics of the last micro-step, empty before it; see `MicroStep.diagnostics`."""
-        return {} if self._last_step is None else self._last_step.diagnostics
-
-    @property
-    def local_loss(self) -> Tensor | None:
-        """The entry ``local_loss`` of `last`, which costs less than all; None before it exists."""
-        return None if self._last_step is None else self._last_step.local_loss
+        """Diagnostics of the last micro-step, empty before it; see `Diagnostics.numbers`."""
+        return {} if self.diagnostics is None else self.diagnostics.numbers
 
     # Updates and drift ----------------------------------------------------------------------------
 

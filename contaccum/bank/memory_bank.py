@@ -410,10 +410,5 @@ class GuideRing(nn.Module):
         self.register_buffer("ceilings", new_zeros(num_queries))
 
 
-def is_not_finite(number: Tensor) -> Tensor:
-    """Return a bool scalar, True if a scalar is NaN or infinite: times zero it is NaN."""
-    return (number * 0).isnan()
-
-
 def _divide_rounding_up(number: int, divisor: int) -> int:
     return -(-number // divisor)

@@ -474,11 +474,6 @@ class ContAccumLoss(ModelLoss):
             diagnostics["distill_loss"] = self.distillation.last
         return diagnostics
 
-    @property
-    def local_loss(self) -> Tensor | None:
-        """The entry ``local_loss`` of `last`, which costs less than all; None before it exists."""
-        return None if self.info_nce is None else self.info_nce.local_loss
-
     # The state ------------------------------------------------------------------------------------
 
     def bank_state_dict(self, keep: bool = True) -> dict[str, Tensor]:

@@ -30,7 +30,6 @@ from torch.nn.functional import cross_entropy
 from contaccum import CachedContAccumLoss, ContAccumLoss, DualEncoder
 from contaccum.bank.logits import NO_ID
 from contaccum.errors import ConfigError, warn_once
-from contaccum.losses import contaccum as contaccum_losses
 from contaccum.losses import probe
 from contaccum.losses.probe import MIN_PAIRS_BETWEEN_PROBES, PROBE_PAIRS, EncoderProbe
 from contaccum.losses.text_ids import content_ids, copy_first_texts
@@ -624,37 +623,6 @@ def test_a_restored_state_replaces_banks_that_it_does_not_have(model):
     loss_fn.load_bank_state_dict(empty_state)
     assert loss_fn.info_nce is None
     assert loss_fn.bank_state_dict() == {}
-
-
-def test_banks_that_ranks_do_not_share_are_saved_in_one_state_and_restored(model, monkeypatch):
-    def set_world_size(num_ranks: int) -> None:
-        monkeypatch.setattr(contaccum_losses, "world_size", lambda: num_ranks)
-
-    losses_of_ranks = [ContAccumLoss(model, bank_size=8) for _ in range(2)]
-    for seed, loss_fn in enumerate(losses_of_ranks):
-        loss_fn(draw_columns(4, seed))
-    states_of_ranks = [loss_fn.bank_state_dict() for loss_fn in losses_of_ranks]
-    set_world_size(2)
-    monkeypatch.setattr(contaccum_losses, "gather_states", lambda state: states_of_ranks)
-    gathered_state = losses_of_ranks[0].bank_state_dict()
-    assert losses_of_ranks[1].bank_state_dict(keep=False) == {}
-
-    monkeypatch.setattr(contaccum_losses, "gather_states", lambda state: [state])
-    for rank in range(2):
-        monkeypatch.setattr(contaccum_losses, "rank", lambda rank=rank: rank)
-        restored = ContAccumLoss(model, bank_size=8)
-        restored.load_bank_state_dict(gathered_state)
-        restored_state = {}
-        for key, value in restored.bank_state_dict().items():
-            restored_state[key.removeprefix("of_rank_0.")] = value
-        assert_equal_states(restored_state, states_of_ranks[rank])
-
-    # Neither three ranks nor two ranks with a shared bank can continue with two separate banks.
-    for num_ranks, is_shared in ((3, False), (2, True)):
-        set_world_size(num_ranks)
-        loss_fn = ContAccumLoss(model, bank_size=8, gather_across_devices=is_shared)
-        with pytest.raises(ConfigError, match="banks of 2 ranks"):
-            loss_fn.load_bank_state_dict(gathered_state)
 
 
 def test_a_probe_of_eight_pairs_is_collected_from_micro_batches_of_one(model):
