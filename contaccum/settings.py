@@ -50,7 +50,6 @@ Method = Literal[
     "grad_accum",
     "grad_cache",
     "contaccum",
-    "pre_batch",
     "contaccum_cached",
     "query_side",
 ]
@@ -62,13 +61,11 @@ METHODS: tuple[str, ...] = get_args(Method)
 - grad_cache: the other passages of all micro-batches of the update, which are encoded twice.
 - contaccum: as grad_accum, and the past passages in a bank. The past queries in a second bank are
   contrasted with the new and past passages as well.
-- pre_batch: as contaccum, without the bank of past queries.
 - contaccum_cached: as grad_cache, with the banks of contaccum.
 - query_side: all documents of a store. Their embeddings are fixed, and only queries are encoded.
 """
-WITH_BANK = ("contaccum", "pre_batch", "contaccum_cached")
+WITH_BANK = ("contaccum", "contaccum_cached")
 """Methods with a bank of past embeddings."""
-WITH_QUERY_BANK = ("contaccum", "contaccum_cached")
 WITH_CACHE = ("grad_cache", "contaccum_cached")
 """Methods with a gradient cache: the pairs of an update are one batch, which is encoded twice."""
 WITH_PASSAGES = METHODS[:-1]
@@ -76,8 +73,7 @@ WITH_PASSAGES = METHODS[:-1]
 
 Similarity = Literal["cos", "dot"]
 NormalizeBy = Literal["local", "all"]
-DriftCompensationMode = Literal["auto", "mean", "fresh", "none"]
-CenterGradients = Literal["auto", "both", "passages", "queries", "none"]
+DriftCompensationMode = Literal["auto", "mean", "none"]
 GuideMarginStrategy = Literal["absolute", "relative"]
 DataFormat = Literal["beir", "dpr", "tevatron", "pairs", "triplets", "csv", "parquet", "hub"]
 Strategy = Literal["no", "steps", "epoch"]
@@ -344,8 +340,8 @@ class LossSettings:
     _: KW_ONLY
     query_bank_size: int | None = option(
         None,
-        "Rows of the query bank: bank_size or 0 (as pre_batch). Default: bank_size.",
-        methods=WITH_QUERY_BANK,
+        "Rows of the query bank: bank_size, or 0 for a passage bank alone. Default: bank_size.",
+        methods=WITH_BANK,
     )
     normalize_by: NormalizeBy = option(
         "local",
@@ -358,21 +354,10 @@ class LossSettings:
         methods=WITH_PASSAGES,
     )
     bank_hard_negatives: bool = option(True, "Store hard negatives in the bank.", methods=WITH_BANK)
-    bank_weight: float = option(
-        1.0,
-        "Up to 1: weight of each banked pair. Above 1: weight of the whole bank, in local pairs.",
-        above=0,
-        methods=WITH_BANK,
-    )
     drift_compensation: DriftCompensationMode = option(
         "auto",
         "Correction of bank entries that an older encoder encoded; see docs/drift.md.",
         methods=WITH_BANK,
-    )
-    center_gradients: CenterGradients = option(
-        "auto",
-        "Towers from whose gradients the mean is subtracted, so that they do not move as a whole.",
-        methods=WITH_PASSAGES,
     )
     false_negative_margin: float | None = option(
         None,
@@ -701,6 +686,21 @@ REFUSALS: tuple[tuple[type, Callable[[Any], object], str], ...] = (
 )
 """(class of the settings, condition, message); ``{s.name}`` in a message is a setting's value."""
 
+REMOVED = {
+    "bank_weight": "a banked pair always counts as much as a local one. Drop it",
+    "center_gradients": "drift_compensation=auto centres the passages' gradients. Drop it",
+    "pre_batch": "set method=contaccum and query_bank_size=0",
+    "fresh": "set drift_compensation=auto, which drops the entries that have drifted too far",
+}
+"""{setting or value of earlier configs: what to do}."""
+
+
+def _suggest(word: str, words: Collection[str]) -> str:
+    """Return the end of the error line for an unknown setting or value: what to do."""
+    if word in REMOVED:
+        return f", which is gone: {REMOVED[word]}"
+    return closest(word, words)
+
 
 def check(settings: InfoNCESettings | TrainingSettings) -> None:
     """Raise `ConfigError` for a value or a combination that cannot work."""
@@ -731,6 +731,8 @@ def _check_value(name: str, value: Any, hint: Any, rule: Mapping[str, Any]) -> N
     """Raise `ConfigError` for a value of another type than the field's, or out of its limits."""
     if not _has_type(value, hint):
         choices = get_choices(name)
+        if str(value) in REMOVED:
+            raise ConfigError(f"{name}={value}{_suggest(value, choices)}")
         if choices:
             check_choice(name, value, choices)
         type_name = getattr(hint, "__name__", str(hint))
@@ -808,7 +810,7 @@ def replace(settings: AnySettings, **changes: Any) -> AnySettings:
     others = {}
     for name in changes.keys() - names:
         if name not in get_types_of_transformers():
-            suggestion = closest(name, names | get_types_of_transformers().keys())
+            suggestion = _suggest(name, names | get_types_of_transformers().keys())
             raise ConfigError(f"unknown setting {name!r}{suggestion}")
         others[name] = changes.pop(name)
     if others:
@@ -985,7 +987,7 @@ def read(argv: Sequence[str], command_options: Collection[str] = ()) -> dict[str
     namespace, unknown = parser.parse_known_args(command_line)
     if unknown:
         key = unknown[0].lstrip("-").split("=")[0]
-        suggestion = closest(key, actions.keys() | {*command_options})
+        suggestion = _suggest(key, actions.keys() | {*command_options})
         raise ConfigError(f"unknown key {key!r} on the command line{suggestion}")
     if given.get("trust_remote_code") and "trust_remote_code" not in namespace:
         configs = ", ".join(argv[: len(argv) - len(command_line)])
@@ -1090,7 +1092,7 @@ def _read_yaml(name: str, actions: Mapping[str, argparse.Action]) -> dict[str, A
     values: dict[str, Any] = {}
     for key, value in content.items():
         if key not in actions:
-            raise ConfigError(f"unknown key {str(key)!r} in {name}{closest(key, actions)}")
+            raise ConfigError(f"unknown key {str(key)!r} in {name}{_suggest(key, actions)}")
         if value is None:
             continue
         if value is False and key.endswith("_strategy"):

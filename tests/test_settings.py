@@ -150,6 +150,7 @@ def test_a_written_config_says_that_it_needs_the_flag(tmp_path):
         ("model: [", [], r"c\.yaml:1: not valid YAML"),
         ("- a", [], "`key: value`"),
         ("pooling: max", [], "pooling must be one of"),
+        ("bank_weight: 0.5", [], "'bank_weight' in .*which is gone: .*Drop it"),
         ("bank_size: many", [], r"c\.yaml: bank_size cannot be 'many'"),
         ("per_device_train_batch_size: 8.5", [], "a whole number or auto"),
         ("bf16: 2", [], "must be true or false"),
@@ -172,13 +173,14 @@ def test_text_that_cannot_be_read_is_refused(text, arguments, named, tmp_path):
         ({"bank_size": -1}, "bank_size=-1: it must be at least 0"),
         ({"bank_size": 4, "query_bank_size": 2}, "query_bank_size"),
         ({"temperature": 0.0}, "temperature=0.0: it must be above 0"),
-        ({"bank_weight": float("inf")}, "bank_weight"),
-        ({"method": "grad_accum", "bank_size": 128}, "bank_size=128.*contaccum, pre_batch"),
-        ({"method": "pre_batch", "query_bank_size": 128}, "query_bank_size=128"),
+        ({"temperature": float("inf")}, "temperature"),
+        ({"method": "grad_accum", "bank_size": 128}, "bank_size=128.*contaccum, contaccum_cached"),
+        ({"method": "pre_batch"}, "set method=contaccum and query_bank_size=0"),
+        ({"center_gradients": "both"}, "'center_gradients', which is gone: .*Drop it"),
         ({"method": "in_batch", "gradient_accumulation_steps": 4}, "gradient_accumulation_steps"),
         ({"method": "query_side"}, "passage_store"),
         ({**QUERY_SIDE, "corpus": "b"}, "one of them"),
-        ({**QUERY_SIDE, "bank_weight": 2.0}, "bank_weight=2.0"),
+        ({**QUERY_SIDE, "normalize_by": "all"}, "normalize_by=all"),
         ({**QUERY_SIDE, "matryoshka_dims": [8]}, "matryoshka_dims"),
         ({**QUERY_SIDE, "guide": "g"}, "guide=g"),
         ({**QUERY_SIDE, "num_hard_negatives": 2}, "num_hard_negatives=2"),
@@ -228,7 +230,7 @@ def test_a_training_from_the_command_line_needs_complete_settings(given, named):
 
 
 def test_settings_for_another_method_lose_what_it_does_not_use():
-    settings = make(bank_size=64, bank_weight=8.0, guide="g", guide_margin=0.1, seed=1)
+    settings = make(bank_size=64, normalize_by="all", guide="g", guide_margin=0.1, seed=1)
     assert to_dict(for_method(settings, "grad_accum")) == {
         "method": "grad_accum",
         "guide": "g",
@@ -243,7 +245,6 @@ def test_settings_for_another_method_lose_what_it_does_not_use():
 def test_fields_say_which_methods_use_a_setting_and_who_sets_it():
     assert [method for method in METHODS if uses(method, "bank_size")] == [
         "contaccum",
-        "pre_batch",
         "contaccum_cached",
     ]
     assert uses("query_side", "learning_rate") and uses("query_side", "weight_decay")
@@ -259,7 +260,6 @@ def test_fields_say_which_methods_use_a_setting_and_who_sets_it():
         ("bank_size must be of type int, got None", {"bank_size": None}),
         ("query_bank_size", {"bank_size": 4, "query_bank_size": 2}),
         ("temperature", {"temperature": 0.0}),
-        ("bank_weight", {"bank_weight": 0.0}),
         ("similarity must be one of cos, dot", {"similarity": "euclidean"}),
     ],
 )

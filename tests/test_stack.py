@@ -91,7 +91,7 @@ class Case:
 def check_bank(loss_fn: ContAccumLoss, has_texts: bool) -> None:
     """Check the bank after six updates of eight pairs with one hard negative each."""
     info_nce = loss_fn.info_nce
-    assert info_nce.clock.num_updates == 5
+    assert info_nce.clock.num_updates == 6
     assert info_nce.bank.total_enqueued >= 16
     if not has_texts:
         assert info_nce.compensation.probe is None

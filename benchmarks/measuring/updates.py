@@ -25,8 +25,8 @@ from contaccum import CachedContAccumLoss, ContAccumLoss, DualEncoder
 from measuring.encoders import make_features
 from measuring.run import NotMeasured, Run, quartiles
 
-BANK_METHODS = ("contaccum", "pre_batch", "contaccum_cached")
-METHODS = ("in_batch", "grad_accum", "grad_cache", "contaccum_cached", "contaccum", "pre_batch")
+BANK_METHODS = ("contaccum", "contaccum_cached")
+METHODS = ("in_batch", "grad_accum", "grad_cache", *BANK_METHODS)
 CACHED_METHODS = ("grad_cache", "contaccum_cached", "mnrl_cached")
 _PAIRS_PER_FILL_STEP = 1024  # pairs that are enqueued at once to fill a bank
 # Of the profiled update, at most: reading the events of a long update takes longer than running it.
@@ -135,8 +135,6 @@ def make_filled_loss(update: Update, model: DualEncoder, run: Run) -> torch.nn.M
     if method in CACHED_METHODS:
         loss_class = CachedContAccumLoss
         options["mini_batch_size"] = update.local
-    if method == "pre_batch":
-        options["query_bank_size"] = 0
     loss_fn = loss_class(model, **options).train()
     if bank_size > 0:
         loss_fn(update.make_batch(update.local, run), None)  # creates the bank and the probe

@@ -31,8 +31,8 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad, softplus
 
-from contaccum.bank.info_nce import SOFTPLUS_THRESHOLD, PrecomputedGradient
 from contaccum.bank.logits import MASKED
+from contaccum.bank.row_losses import SOFTPLUS_THRESHOLD, PrecomputedGradient
 from contaccum.distributed import gather_rows, over_ranks, world_size
 
 Multiply = Callable[[Tensor, Tensor], Tensor]
@@ -123,7 +123,7 @@ def compute_full_softmax_loss(
             gradient = gradient[rows_of_this_rank] * world_size()
     if not torch.is_grad_enabled():
         return loss
-    return PrecomputedGradient.apply(loss, [gradient], queries)
+    return PrecomputedGradient.apply(loss, gradient, queries)
 
 
 def sum_over_documents(

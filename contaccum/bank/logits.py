@@ -69,7 +69,7 @@ class GuideEmbeddings(NamedTuple):
 
 
 def stack_texts(columns: Sequence[Tensor], may_be_empty: bool = False) -> Tensor:
-    """Stack the embeddings of each pair's texts, (n, 2 + h, d).
+    """Stack the embeddings of each pair's texts, (n, 2 + h, d), in float32 at least.
 
     All that follows is computed for the whole stack: with a small micro-batch, a GPU waits for the
     number of operators, not for their size.
@@ -95,7 +95,8 @@ def stack_texts(columns: Sequence[Tensor], may_be_empty: bool = False) -> Tensor
         if negatives.ndim != 3 or len(negatives) != n or negatives.shape[2] != d:
             shape = tuple(negatives.shape)
             raise ValueError(f"negatives must be (n, h, d) = ({n}, h, {d}), got {shape}")
-    return torch.cat([queries[:, None], passages[:, None], *columns[2:]], dim=1)
+    texts = torch.cat([queries[:, None], passages[:, None], *columns[2:]], dim=1)
+    return texts.to(torch.promote_types(texts.dtype, torch.float32))
 
 
 def stack_ids(

@@ -357,26 +357,11 @@ class MemoryBank(nn.Module):
         Returns:
             The indices of the retired blocks in the ring.
         """
-        end_block = _divide_rounding_up(number, self.block_size)
-        retired_blocks = self._reset_blocks(end_block)
-        self.oldest_in_use = max(self.oldest_in_use, end_block * self.block_size)
-        return retired_blocks
-
-    @torch.no_grad()
-    def retire_all(self) -> None:
-        """Retire every stored pair; new pairs are stored from the next slot on."""
-        self._reset_blocks(_divide_rounding_up(self.total_enqueued, self.block_size))
-        self.oldest_in_use = self.total_enqueued
-
-    def _reset_blocks(self, end_block: int) -> list[int]:
-        """Invalidate all blocks in use before ``end_block``, counted from the start of training.
-
-        Returns:
-            Their indices in the ring.
-        """
         first_block = self.oldest_in_use // self.block_size
-        end_block = min(end_block, first_block + self.num_blocks)
-        ring_blocks = [block % self.num_blocks for block in range(first_block, end_block)]
+        end_block = max(_divide_rounding_up(number, self.block_size), first_block)
+        self.oldest_in_use = end_block * self.block_size
+        end_of_ring = min(end_block, first_block + self.num_blocks)
+        ring_blocks = [block % self.num_blocks for block in range(first_block, end_of_ring)]
         for ring_block in ring_blocks:
             start = ring_block * self.block_size
             self.valid[start : start + self.block_size] = False
@@ -423,11 +408,6 @@ class GuideRing(nn.Module):
         self.register_buffer("queries", new_zeros(num_queries, guide_dim))
         self.register_buffer("documents", new_zeros(num_slots, num_documents, guide_dim))
         self.register_buffer("ceilings", new_zeros(num_queries))
-
-
-def is_not_finite(number: Tensor) -> Tensor:
-    """Return a bool scalar, True if a scalar is NaN or infinite: times zero it is NaN."""
-    return (number * 0).isnan()
 
 
 def _divide_rounding_up(number: int, divisor: int) -> int:

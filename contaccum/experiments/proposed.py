@@ -14,7 +14,6 @@ from contaccum.errors import ConfigError
 from contaccum.experiments.run import start_ranks
 from contaccum.settings import (
     WITH_BANK,
-    WITH_QUERY_BANK,
     Settings,
     find,
     for_method,
@@ -123,7 +122,7 @@ def make_settings(
     """
     values: dict[str, Any] = {}
     if method not in WITH_BANK:
-        values = {**find("methods", WITH_BANK), **find("methods", WITH_QUERY_BANK)}
+        values = find("methods", WITH_BANK)
     settings = replace(proposed, **changes)
     if method == "in_batch":
         values |= _make_in_batch_sizes(settings, given)

@@ -21,7 +21,7 @@ import itertools
 import logging
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import KW_ONLY, dataclass, field
-from typing import Any
+from typing import Any, cast
 
 import torch
 from sentence_transformers import SentenceTransformer
@@ -43,6 +43,7 @@ from contaccum.encoders.dual_encoder import SIMILARITY_NAMES
 from contaccum.errors import ConfigError, check_choice, warn_once
 from contaccum.losses.distillation import Distillation
 from contaccum.losses.guide import Guide
+from contaccum.losses.model_loss import ModelLoss
 from contaccum.losses.probe import EncoderProbe
 from contaccum.losses.text_ids import combine_ids, content_ids
 from contaccum.settings import (
@@ -106,32 +107,6 @@ class CachedLossKeywords(LossKeywords):
     show_progress_bar: bool = False
 
 
-class ModelLoss(nn.Module):
-    """Loss that calls `start_with_model` whenever ``model`` becomes a model with other weights.
-
-    A bank belongs to a model. sentence-transformers assigns ``loss.model`` in two cases: another
-    model, in `hyperparameter_search` and with `model_init`; and a wrapper of the model in use, such
-    as DDP or a compiled model, which has the same weights.
-    """
-
-    def __setattr__(self, name: str, value: Any) -> None:
-        # nn.Module registers modules in its own __setattr__, so a property would never be set.
-        if name == "model":
-            present = self._modules.get("model")
-            has_same_weights = (
-                present is not None
-                and isinstance(value, nn.Module)
-                and set(present.parameters()) <= set(value.parameters())
-            )
-            if not has_same_weights:
-                self.start_with_model(value)
-        super().__setattr__(name, value)
-
-    def start_with_model(self, model: Any) -> None:
-        """Check a new model, and start everything anew that depends on the model."""
-        raise NotImplementedError
-
-
 class ContAccumLoss(ModelLoss):
     """InfoNCE with memory banks of past queries and passages, for small batches.
 
@@ -150,8 +125,8 @@ class ContAccumLoss(ModelLoss):
         guide: a frozen SentenceTransformer that finds false negatives, as in GISTEmbedLoss.
             ``margin`` and ``margin_strategy`` of GISTEmbedLoss are called ``guide_margin`` and
             ``guide_margin_strategy`` here.
-        pairs_per_update: number of training pairs per update, for ``center_gradients``. None
-            centres each micro-batch by itself.
+        pairs_per_update: number of training pairs per update, over which the gradients of passages
+            are centred (docs/drift.md). None centres each micro-batch by itself.
 
     Raises:
         ConfigError (a ValueError): for settings out of range, and for a model that compares
@@ -266,6 +241,8 @@ class ContAccumLoss(ModelLoss):
         self._pairs_in_update: int | None = None
         self._has_seen_ids = False
 
+    # A micro-step ---------------------------------------------------------------------------------
+
     def forward(
         self, sentence_features: Iterable[dict[str, Tensor]], labels: Tensor | None = None
     ) -> Tensor:
@@ -282,91 +259,12 @@ class ContAccumLoss(ModelLoss):
                 and for labels of the shape of text ids that are none.
         """
         features = list(sentence_features)
-        ids = self._encode_probe_and_compute_ids(features, labels)
+        self._require_columns(features)
+        self._encode_probe_if_due(features)
+        ids = self._compute_ids(features, labels)
         guide_embeddings = self._compute_guide_embeddings(features)
         embeddings = embed_columns(self.model, features)  # (n, d) of each column
         return self.compute_loss_from_embeddings(embeddings, labels, ids, guide_embeddings)
-
-    def _encode_probe_and_compute_ids(
-        self, features: list[dict[str, Any]], labels: Tensor | None
-    ) -> list[Tensor | None]:
-        """Check the columns, encode the drift probe if it is due, and compute the text ids.
-
-        Returns:
-            For each column the ids of its texts, int64 (n, 2); see `combine_ids`.
-        """
-        if len(features) < 2:
-            raise ValueError(
-                f"{type(self).__name__} needs (anchor, positive, ...) columns, got {len(features)}"
-            )
-        # The first module is the Transformer, or in a wrapper (DDP) the model itself.
-        first_module = next(self.model.children(), self.model)
-        if type(first_module.forward).__module__.endswith(".adaptive_layer"):  # a decorator
-            raise ConfigError(
-                f"AdaptiveLayerLoss and Matryoshka2dLoss call a loss once per layer, which would "
-                f"fill the bank of {type(self).__name__} with copies: use MatryoshkaLoss"
-            )
-        has_bank = self._is_training and self.settings.bank_size > 0
-        if has_bank and not self._is_matryoshka_replay:
-            self._encode_probe_if_due(features)
-        decoded = decode(labels, len(features))
-        label_ids = decoded.text_ids
-        if label_ids is not None and not self._has_seen_ids:
-            # Only once, because reading the result stops a GPU's queue.
-            if not are_text_ids(label_ids):
-                raise ConfigError(
-                    f"{type(self).__name__}: the label column has small integers where ids of the "
-                    "texts are expected (contaccum.data.sampling.text_ids): remove or rename the "
-                    'column, for example with dataset.remove_columns("label")'
-                )
-            self._has_seen_ids = True
-        has_scores = decoded.teacher_scores is not None
-        is_unknown_label = labels is not None and label_ids is None and not has_scores
-        has_unused_scores = has_scores and self.distillation is None
-        if is_unknown_label or has_unused_scores:
-            name = type(self).__name__
-            warn_once(
-                f"{name} does not use the label or score column of the data: to learn from teacher "
-                "scores, set distill; otherwise remove the column"
-            )
-        ids_of_columns: list[Tensor | None] = []
-        for index, column in enumerate(features):
-            column_ids = None
-            if label_ids is not None:
-                column_ids = label_ids[:, index]  # (n,)
-            hashes = content_ids(column)
-            if hashes is None and has_bank:
-                warn_once(
-                    "copies of a text are not masked, and old bank entries are not retired: that "
-                    "needs texts, and a column has images or sounds"
-                )
-            ids_of_columns.append(combine_ids(column_ids, hashes))
-        return ids_of_columns
-
-    def _encode_probe_if_due(self, features: list[dict[str, Any]]) -> None:
-        """Encode the drift probe if it is due, and pass it to the loss of every size."""
-        loss_fns = self._get_info_nces()
-        # The probe is due at the start of an update, and the loss counts an optimizer step only in
-        # its next call. So the step must be counted before the clock is read.
-        for loss_fn in loss_fns.values():
-            loss_fn.end_pending_update()
-        clock = None
-        if self.info_nce is not None:
-            clock = self.info_nce.clock
-        if self._probe.encode_if_due(features, clock, self._is_inside_matryoshka):
-            for size, loss_fn in loss_fns.items():
-                self._probe.pass_to_loss(loss_fn, size)
-        for loss_fn in loss_fns.values():
-            loss_fn.compensation.expects_probe = self._probe.parts is not None
-
-    def _compute_guide_embeddings(
-        self, features: list[dict[str, Any]], batch_size: int | None = None
-    ) -> list[Tensor] | None:
-        """Compute the guide embeddings of the columns, (n, g) each; return None without a guide."""
-        # Inside MatryoshkaLoss the guide runs once per micro-batch, for all embedding sizes.
-        if self.guide is not None and not self._is_matryoshka_replay:
-            self._guide_embeddings = self.guide.embed(features, batch_size)
-        return self._guide_embeddings
 
     def compute_loss_from_embeddings(
         self,
@@ -413,6 +311,76 @@ class ContAccumLoss(ModelLoss):
             loss = loss + self.distillation(embeddings, labels)
         return loss
 
+    def _require_columns(self, features: list[dict[str, Any]]) -> None:
+        """Refuse a call without positives, and losses that call this one once per layer."""
+        if len(features) < 2:
+            raise ValueError(
+                f"{type(self).__name__} needs (anchor, positive, ...) columns, got {len(features)}"
+            )
+        # The first module is the Transformer, or in a wrapper (DDP) the model itself.
+        first_module = next(self.model.children(), self.model)
+        if type(first_module.forward).__module__.endswith(".adaptive_layer"):  # a decorator
+            raise ConfigError(
+                f"AdaptiveLayerLoss and Matryoshka2dLoss call a loss once per layer, which would "
+                f"fill the bank of {type(self).__name__} with copies: use MatryoshkaLoss"
+            )
+
+    def _encode_probe_if_due(self, features: list[dict[str, Any]]) -> None:
+        """Encode the drift probe if it is due, and pass it to the loss of every size."""
+        if not self._uses_bank or self._is_matryoshka_replay:
+            return
+        loss_fns = self._get_info_nces()
+        clock = None if self.info_nce is None else self.info_nce.clock
+        if self._probe.encode_if_due(features, clock, self._is_inside_matryoshka):
+            for size, loss_fn in loss_fns.items():
+                self._probe.pass_to_loss(loss_fn, size)
+        for loss_fn in loss_fns.values():
+            loss_fn.compensation.expects_probe = self._probe.parts is not None
+
+    def _compute_ids(
+        self, features: list[dict[str, Any]], labels: Tensor | None
+    ) -> list[Tensor | None]:
+        """Compute for each column the ids of its texts, int64 (n, 2); see `combine_ids`."""
+        name = type(self).__name__
+        decoded = decode(labels, len(features))
+        label_ids = decoded.text_ids
+        if label_ids is not None and not self._has_seen_ids:
+            # Only once, because reading the result stops a GPU's queue.
+            if not are_text_ids(label_ids):
+                raise ConfigError(
+                    f"{name}: the label column has small integers where ids of the texts are "
+                    "expected (contaccum.data.sampling.text_ids): remove or rename the column, for "
+                    'example with dataset.remove_columns("label")'
+                )
+            self._has_seen_ids = True
+        has_scores = decoded.teacher_scores is not None
+        uses_labels = label_ids is not None or (has_scores and self.distillation is not None)
+        if labels is not None and not uses_labels:
+            warn_once(
+                f"{name} does not use the label or score column of the data: to learn from teacher "
+                "scores, set distill; otherwise remove the column"
+            )
+        ids_of_columns: list[Tensor | None] = []
+        for index, column in enumerate(features):
+            column_ids = None if label_ids is None else label_ids[:, index]  # (n,)
+            hashes = content_ids(column)
+            if hashes is None and self._uses_bank:
+                warn_once(
+                    "copies of a text are not masked, and old bank entries are not retired: that "
+                    "needs texts, and a column has images or sounds"
+                )
+            ids_of_columns.append(combine_ids(column_ids, hashes))
+        return ids_of_columns
+
+    def _compute_guide_embeddings(
+        self, features: list[dict[str, Any]], batch_size: int | None = None
+    ) -> list[Tensor] | None:
+        """Compute the guide embeddings of the columns, (n, g) each; return None without a guide."""
+        # Inside MatryoshkaLoss the guide runs once per micro-batch, for all embedding sizes.
+        if self.guide is not None and not self._is_matryoshka_replay:
+            self._guide_embeddings = self.guide.embed(features, batch_size)
+        return self._guide_embeddings
+
     def _get_or_make_info_nce(self, size: int) -> BankedInfoNCE:
         """Return the `BankedInfoNCE` of an embedding size; the first call makes it."""
         loss_fn = self._get_info_nces().get(size)
@@ -426,6 +394,65 @@ class ContAccumLoss(ModelLoss):
         self.info_nces[str(size)] = loss_fn
         self._probe.pass_to_loss(loss_fn, size)
         return loss_fn
+
+    @property
+    def _is_training(self) -> bool:
+        # Trainers evaluate without gradients but leave the loss in training mode, so the mode alone
+        # is not enough.
+        return self.training and torch.is_grad_enabled()
+
+    @property
+    def _uses_bank(self) -> bool:
+        return self._is_training and self.settings.bank_size > 0
+
+    @property
+    def _is_inside_matryoshka(self) -> bool:
+        """True if MatryoshkaLoss calls the loss, once per embedding size.
+
+        It has then replaced a method by a decorator that cuts the embeddings to the size: the
+        forward method of the model, or `calculate_loss` of a loss with a gradient cache.
+        """
+        forward: object = self.model.forward
+        calculate_loss = vars(self).get("calculate_loss")
+        has_decorated_forward = isinstance(forward, ForwardDecorator)
+        return has_decorated_forward or isinstance(calculate_loss, CachedLossDecorator)
+
+    @property
+    def _is_matryoshka_replay(self) -> bool:
+        """True if MatryoshkaLoss calls the loss again on the same micro-batch, for the next size.
+
+        The decorator of the forward method then has the embeddings of the first call in its cache.
+        """
+        forward: object = self.model.forward
+        return isinstance(forward, ForwardDecorator) and bool(forward.cache)
+
+    # The data and the update ----------------------------------------------------------------------
+
+    def set_known_positives(self, query_ids: Tensor, passage_ids: Tensor) -> None:
+        """Set pairs of query and passage that are never negatives of each other.
+
+        `bank_state_dict` does not contain these pairs, so they must be set again after a restart.
+
+        Args:
+            query_ids, passage_ids: int64 (p,) each, the ids that ``labels`` of `forward` contains.
+        """
+        self._positives = PositivesTable(query_ids, passage_ids)
+        self._without_bank.positives = self._positives
+        for loss_fn in self._get_info_nces().values():
+            loss_fn.positives = self._positives
+
+    def begin_update(self, pairs: int) -> None:
+        """Set the number of pairs until the next optimizer step; see `BankedInfoNCE`."""
+        self._pairs_in_update = pairs
+        for loss_fn in self._get_info_nces().values():
+            loss_fn.begin_update(pairs)
+
+    # The loss of an embedding size, and its diagnostics -------------------------------------------
+
+    def _get_info_nces(self) -> dict[int, BankedInfoNCE]:
+        """Return the `BankedInfoNCE` of each embedding size."""
+        items = self.info_nces.items()
+        return {int(size): cast(BankedInfoNCE, loss_fn) for size, loss_fn in items}
 
     @property
     def info_nce(self) -> BankedInfoNCE | None:
@@ -442,39 +469,12 @@ class ContAccumLoss(ModelLoss):
         See `BankedInfoNCE.last`. With ``distill`` they include ``distill_loss``, the unweighted
         term (with several sizes, that of the last one computed).
         """
-        info_nce = self.info_nce
-        diagnostics = {}
-        if info_nce is not None:
-            diagnostics.update(info_nce.last)
+        diagnostics = {} if self.info_nce is None else dict(self.info_nce.last)
         if self.distillation is not None and self.distillation.last is not None:
             diagnostics["distill_loss"] = self.distillation.last
         return diagnostics
 
-    @property
-    def local_loss(self) -> Tensor | None:
-        """The entry ``local_loss`` of `last`, which costs less than all; None before it exists."""
-        if self.info_nce is None:
-            return None
-        return self.info_nce.local_loss
-
-    def begin_update(self, pairs: int) -> None:
-        """Set the number of pairs until the next optimizer step; see `BankedInfoNCE`."""
-        self._pairs_in_update = pairs
-        for loss_fn in self._get_info_nces().values():
-            loss_fn.begin_update(pairs)
-
-    def set_known_positives(self, query_ids: Tensor, passage_ids: Tensor) -> None:
-        """Set pairs of query and passage that are never negatives of each other.
-
-        `bank_state_dict` does not contain these pairs, so they must be set again after a restart.
-
-        Args:
-            query_ids, passage_ids: int64 (p,) each, the ids that ``labels`` of `forward` contains.
-        """
-        self._positives = PositivesTable(query_ids, passage_ids)
-        self._without_bank.positives = self._positives
-        for loss_fn in self._get_info_nces().values():
-            loss_fn.positives = self._positives
+    # The state ------------------------------------------------------------------------------------
 
     def bank_state_dict(self, keep: bool = True) -> dict[str, Tensor]:
         """Return the banks, the drift statistics and the probe's texts, for a checkpoint.
@@ -530,6 +530,13 @@ class ContAccumLoss(ModelLoss):
             self._get_or_make_info_nce(size)
         self.info_nces.load_state_dict(state)
 
+    @property
+    def _is_shared(self) -> bool:
+        """True if all ranks hold the same bank."""
+        return self.settings.gather_across_devices and world_size() > 1
+
+    # The model card -------------------------------------------------------------------------------
+
     def get_config_dict(self) -> dict[str, Any]:
         """Return the settings that sentence-transformers writes into the model card."""
         config: dict[str, Any] = {
@@ -551,46 +558,6 @@ class ContAccumLoss(ModelLoss):
     def citation(self) -> str:
         """The citation of the paper, for the model card."""
         return CITATION
-
-    def _get_info_nces(self) -> dict[int, BankedInfoNCE]:
-        """Return the `BankedInfoNCE` of each embedding size."""
-        loss_fns = {}
-        for size, loss_fn in self.info_nces.items():
-            assert isinstance(loss_fn, BankedInfoNCE)  # a ModuleDict has values of any Module
-            loss_fns[int(size)] = loss_fn
-        return loss_fns
-
-    @property
-    def _is_training(self) -> bool:
-        # Trainers evaluate without gradients but leave the loss in training mode, so the mode alone
-        # is not enough.
-        return self.training and torch.is_grad_enabled()
-
-    @property
-    def _is_shared(self) -> bool:
-        """True if all ranks hold the same bank."""
-        return self.settings.gather_across_devices and world_size() > 1
-
-    @property
-    def _is_inside_matryoshka(self) -> bool:
-        """True if MatryoshkaLoss calls the loss, once per embedding size.
-
-        It has then replaced a method by a decorator that cuts the embeddings to the size: the
-        forward method of the model, or `calculate_loss` of a loss with a gradient cache.
-        """
-        forward: object = self.model.forward
-        calculate_loss = vars(self).get("calculate_loss")
-        has_decorated_forward = isinstance(forward, ForwardDecorator)
-        return has_decorated_forward or isinstance(calculate_loss, CachedLossDecorator)
-
-    @property
-    def _is_matryoshka_replay(self) -> bool:
-        """True if MatryoshkaLoss calls the loss again on the same micro-batch, for the next size.
-
-        The decorator of the forward method then has the embeddings of the first call in its cache.
-        """
-        forward: object = self.model.forward
-        return isinstance(forward, ForwardDecorator) and bool(forward.cache)
 
 
 class CachedContAccumLoss(CachedLossMixin, ContAccumLoss):
@@ -655,7 +622,9 @@ class CachedContAccumLoss(CachedLossMixin, ContAccumLoss):
     ) -> Tensor:
         """Compute the loss of a batch of tokenised columns; see `ContAccumLoss.forward`."""
         features = list(sentence_features)
-        text_ids = self._encode_probe_and_compute_ids(features, labels)
+        self._require_columns(features)
+        self._encode_probe_if_due(features)
+        text_ids = self._compute_ids(features, labels)
         guide_embeddings = self._compute_guide_embeddings(features, self.mini_batch_size)
         # `forward_cached` of CachedLossMixin calls `calculate_loss` and passes on its second
         # argument unchanged, so a tuple can carry more than labels.

@@ -35,7 +35,7 @@ from contaccum.encoders.dual_encoder import train_query_tower_alone
 from contaccum.encoders.settings import get_prompt
 from contaccum.errors import ConfigError
 from contaccum.files import AnyPath
-from contaccum.losses.contaccum import ModelLoss
+from contaccum.losses.model_loss import ModelLoss
 from contaccum.retrieval.documents import PositiveRows, StoreDocuments
 from contaccum.retrieval.encode import check_store_fits
 from contaccum.retrieval.products import multiply

@@ -89,8 +89,6 @@ class ContAccumTrainingArguments(_Arguments):
             configure_deepspeed(self)
         if self.has_bank and self.bank_size is None:
             self.bank_size = DEFAULT_BANK_SIZE  # type: ignore[misc]  # not frozen; see _Arguments
-        if self.method == "pre_batch":
-            self.query_bank_size = 0  # type: ignore[misc]
 
     @classmethod
     def from_settings(cls, settings: TrainingSettings) -> ContAccumTrainingArguments:

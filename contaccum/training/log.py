@@ -56,6 +56,18 @@ _MAX_LEARNED_LOSS = 0.8  # a run whose loss was below this had learned something
 _MIN_SPREAD = 1e-3
 _MIN_AGED_MASS = 0.02  # softmax mass of an old banked negative / mass of a fresh negative
 
+_DIAGNOSTICS = (
+    "masked",
+    "embedding_spread",
+    "distill_loss",
+    "columns",
+    "bank_age",
+    "in_batch_mass",
+    "bank_mass",
+    "bank_mass_aged",
+)
+"""Entries of `ContAccumLoss.last` that the log has, if they are finite."""
+
 
 def read_log(path: str | os.PathLike[str], lines: int | None = None) -> list[Record]:
     """Return the records of a log, one per line.
@@ -268,12 +280,14 @@ class UpdateLogCallback(TrainerCallback):
         if losses:
             # Of several losses, the first one's: its last micro-step may be of an earlier update.
             loss = losses[0]
-            for key, value in loss.last.items():
-                if key in ("masked", "embedding_spread", "distill_loss"):
-                    record[key] = float(value)
-            record["columns"] = int(loss.last["columns"])
-            if loss.info_nce is not None:
-                record |= loss.info_nce.drift_record()
+            for key in _DIAGNOSTICS:
+                value = loss.last.get(key, math.nan)
+                number = value.item() if isinstance(value, torch.Tensor) else value
+                if math.isfinite(number):
+                    record[key] = number
+            assert loss.info_nce is not None  # the loss has been called
+            if loss.info_nce.compensation.probe is not None:
+                record |= loss.info_nce.compensation.probe.measure_drift(record["bank_age"])
             if not self._is_loss_comparable_to_guess:
                 record["loss_has_other_terms"] = True
         for warning in self._collapse_watch.observe(record):

@@ -521,10 +521,11 @@ class ContAccumTrainer(SentenceTransformerTrainer):
         finally:
             self.current_gradient_accumulation_steps = num_steps
         bank_loss = losses.get_batch_loss(self.loss, inputs)
-        if isinstance(bank_loss, ContAccumLoss) and bank_loss.local_loss is not None:
+        info_nce = bank_loss.info_nce if isinstance(bank_loss, ContAccumLoss) else None
+        if info_nce is not None and info_nce.diagnostics is not None:
             # The log gets the loss of the micro-batch's own queries, without banked queries and
             # without other terms. A loss that is not finite must stay visible.
-            local_loss = bank_loss.local_loss.to(loss) * weight
+            local_loss = info_nce.diagnostics.local_loss.to(loss) * weight
             loss = torch.where(torch.isfinite(loss), local_loss, loss)
         return loss
 

@@ -42,7 +42,7 @@ def parse_arguments() -> tuple[argparse.Namespace, list[str], list[str]]:
         allow_abbrev=False,
     )
     add = parser.add_argument
-    add("--methods", nargs="*", default=["grad_accum", "grad_cache", "contaccum", "pre_batch"])
+    add("--methods", nargs="*", default=["grad_accum", "grad_cache", "contaccum"])
     add(
         "--variant",
         nargs="+",

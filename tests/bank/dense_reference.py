@@ -7,13 +7,12 @@ Row i is a local or banked query q_i, column j a local or banked document d_j. A
 moves with the mean of the passage tower, which was m_j when the document was stored and is m now:
 
     s_ij = q_i · (d_j - m_j + m)
-    l_i  = log(sum_j w_j exp(s_ij / tau)) - s_ip(i) / tau
-    loss = (sum of l_i over local rows + w * sum of l_i over banked rows) / n
+    l_i  = log(sum_j exp(s_ij / tau)) - s_ip(i) / tau
+    loss = (sum of l_i over local and banked rows) / n
 
-p(i) is the passage that came with query i. w is the weight of a banked pair; w_j is w for banked
-columns other than p(i), and 1 for all other columns. The sum over j excludes the false negatives of
-row i. The gradient that a banked row gives to local documents is computed with q_i plus the
-movement of the query tower's mean since q_i was stored.
+p(i) is the passage that came with query i. The sum over j excludes the false negatives of row i.
+The gradient that a banked row gives to local documents is computed with q_i plus the movement of
+the query tower's mean since q_i was stored.
 """
 
 from __future__ import annotations
@@ -114,7 +113,6 @@ class DenseReference:
         mask_duplicates: bool = True,
         bank_hard_negatives: bool = True,
         drift_compensation: str = "auto",
-        bank_weight: float = 1.0,
         false_negative_margin: float | None = None,
         guide_margin: float = 0.0,
         guide_margin_strategy: str = "absolute",
@@ -128,7 +126,6 @@ class DenseReference:
         self.mask_duplicates = mask_duplicates
         self.bank_hard_negatives = bank_hard_negatives
         self.drift_compensation = drift_compensation
-        self.bank_weight = bank_weight
         self.false_negative_margin = false_negative_margin
         self.guide_margin = guide_margin
         self.guide_margin_strategy = guide_margin_strategy
@@ -185,8 +182,6 @@ class DenseReference:
     def end_update(self) -> None:
         """End an update: all stored pairs count as encoded by an older encoder."""
         self.update_start = len(self.history)
-        if self.drift_compensation == "fresh":
-            self.oldest_in_use = len(self.history)
 
     def observe_probe(self, queries: Tensor, passages: Tensor) -> None:
         """Move the towers' means by the mean shift of the probe's texts, (S, d) each."""
@@ -239,7 +234,6 @@ class DenseReference:
         gradient_only = columns.embeddings - columns.embeddings.detach()
         similarities = similarities + drift @ gradient_only.T
 
-        is_local_column = columns.pair_index < n
         is_positive = _find_positives(rows, columns)
         positive_similarities = similarities[is_positive]
         guide_cosines = (rows.guide * columns.guide[is_positive.int().argmax(1)]).sum(1)
@@ -247,18 +241,11 @@ class DenseReference:
             rows, columns, similarities, positive_similarities, guide_cosines
         )
         excluded &= ~is_positive
-        self.masked_share = excluded[:n].sum().item() / max(n * (len(is_local_column) - 1), 1)
+        self.masked_share = excluded[:n].sum().item() / max(n * (excluded.shape[1] - 1), 1)
 
-        weight = self._compute_bank_weight()
-        column_weights = torch.full_like(similarities, weight)
-        column_weights[is_positive | is_local_column] = 1.0
-        logits = similarities / self.temperature + column_weights.log()
-        logits = logits.masked_fill(excluded, -math.inf)
+        logits = (similarities / self.temperature).masked_fill(excluded, -math.inf)
         losses = logits.logsumexp(1) - positive_similarities / self.temperature
-        total = losses[:n].sum() + weight * losses[n:].sum()
-        if self.normalize_by == "all":
-            return total / (n + weight * (num_rows - n))
-        return total / n
+        return losses.sum() / (num_rows if self.normalize_by == "all" else n)
 
     def _find_false_negatives(
         self,
@@ -295,13 +282,6 @@ class DenseReference:
             ceilings = guide_cosines - margins
             excluded |= rows.guide @ columns.guide.T > ceilings[:, None]
         return excluded
-
-    def _compute_bank_weight(self) -> float:
-        """Compute the weight of one banked pair."""
-        if self.bank_weight <= 1:
-            return self.bank_weight
-        in_use = len(self.history) - self.oldest_in_use
-        return min(self.bank_weight / max(in_use, 1), 1.0)
 
     def _normalize(self, embeddings: Tensor) -> Tensor:
         if self.similarity == "cos":

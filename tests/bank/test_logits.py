@@ -68,7 +68,6 @@ RULES = [
             "similarity": "cos",
             "temperature": 0.1,
             "bank_hard_negatives": False,
-            "bank_weight": 0.5,
         },
         True,
         id="margin and guide",

@@ -4,7 +4,7 @@ import json
 
 from programs import run_program
 
-METHODS = ["in_batch", "grad_accum", "grad_cache", "contaccum", "pre_batch", "contaccum_cached"]
+METHODS = ["in_batch", "grad_accum", "grad_cache", "contaccum", "contaccum_cached"]
 
 
 def test_bench_update_times_every_method(tmp_path):
@@ -19,7 +19,7 @@ def test_bench_update_times_every_method(tmp_path):
     assert records["grad_accum"]["ratio"] == 1
     for record in records.values():
         assert record["seconds"] > 0
-    for method in ("contaccum", "pre_batch", "contaccum_cached"):
+    for method in ("contaccum", "contaccum_cached"):
         assert records[method]["bank"] == 16, method
     for method in ("in_batch", "grad_accum", "grad_cache"):
         assert records[method]["bank"] == 0, method

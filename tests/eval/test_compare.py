@@ -72,7 +72,7 @@ def test_in_batch_has_all_pairs_of_an_update_in_one_batch(tokens):
 
 def test_bank_settings_are_dropped_for_methods_without_a_bank(tokens):
     options = [*tokens, "--normalize_by", "all"]
-    options += ["--mask_duplicates=false", "--center_gradients=both", "--temperature=0.1"]
+    options += ["--mask_duplicates=false", "--temperature=0.1"]
     variants = [["published", "drift_compensation=none", "learning_rate=2e-5"]]
     without_bank, with_bank, published = map(
         get_training_arguments, plan_runs(options, ["grad_accum", "contaccum"], variants)
@@ -87,7 +87,6 @@ def test_bank_settings_are_dropped_for_methods_without_a_bank(tokens):
     # Settings that need no bank are kept for all methods.
     for args in (without_bank, with_bank, published):
         assert args.mask_duplicates is False
-        assert args.center_gradients == "both"
         assert args.temperature == 0.1
 
 

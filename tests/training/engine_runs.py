@@ -98,7 +98,6 @@ def train(engine: str, case: str, model: Any) -> None:
         resume_from = str(ROOT / f"{engine}-tied" / "checkpoint-1")
     trainer.train(resume_from)
     (loss,) = trainer.bank_losses()
-    loss.info_nce.end_pending_update()
     record = {
         "wrapped": type(trainer.model_wrapped).__name__,
         "updates": loss.info_nce.clock.num_updates,

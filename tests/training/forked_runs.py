@@ -159,7 +159,7 @@ CASES: dict[str, dict[str, Any]] = {
     },
     "contaccum": {"max_grad_norm": 0.5},
     "contaccum, untied": {"tied": False, "negatives": 1, "max_grad_norm": 0.5},
-    "pre_batch": {"method": "pre_batch", "negatives": 1},
+    "passage bank alone": {"query_bank_size": 0, "negatives": 1},
     "stream": {"stream": True},
 }
 SETTINGS_OF_CASES = {

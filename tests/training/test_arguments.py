@@ -66,7 +66,6 @@ def test_engines_that_the_environment_sets_are_refused(environment, named, tmp_p
     [
         ("contaccum", 1024, None),
         ("contaccum_cached", 1024, None),
-        ("pre_batch", 1024, 0),
         ("grad_accum", None, None),
         ("grad_cache", None, None),
     ],
@@ -128,8 +127,6 @@ def test_every_setting_of_the_loss_is_an_argument_and_is_passed_on_by_name(tmp_p
         "mask_duplicates": False,
         "bank_hard_negatives": False,
         "drift_compensation": "none",
-        "center_gradients": "queries",
-        "bank_weight": 128.0,
         "false_negative_margin": 0.1,
         "guide_margin": 0.2,
         "guide_margin_strategy": "relative",

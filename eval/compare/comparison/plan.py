@@ -14,7 +14,6 @@ from contaccum.errors import ConfigError, check_choice
 from contaccum.settings import (
     METHODS,
     WITH_BANK,
-    WITH_QUERY_BANK,
     Settings,
     find,
     read,
@@ -117,7 +116,7 @@ def _make_group(
     entry: str, method: str, overrides: dict[str, str], options: Mapping[str, Any]
 ) -> Group:
     """Return the group of an entry. Settings of the bank are dropped if the method has none."""
-    of_bank = {*find("methods", WITH_BANK), *find("methods", WITH_QUERY_BANK)}
+    of_bank = find("methods", WITH_BANK)
     values = {}
     for name, value in options.items():
         if method in WITH_BANK or name not in of_bank:
