@@ -23,6 +23,7 @@ from collections.abc import Sequence
 from contaccum import __version__
 from contaccum.errors import UserError, closest
 from contaccum.files import describe_failed_write
+from contaccum.progress import is_verbose, set_verbose
 from contaccum.redaction import redact
 
 COMMANDS = {
@@ -60,7 +61,13 @@ def main(argv: Sequence[str] | None = None) -> int:
             suggestion = closest(command, COMMANDS) or f"; the commands are {', '.join(COMMANDS)}"
             raise UserError(f"unknown command {command!r}{suggestion}")
         module = importlib.import_module(f"contaccum.cli.{command}")
-        return module.run(list(argv[1:]))
+        words = [word for word in argv[1:] if word != "--verbose"]
+        set_verbose(len(words) < len(argv) - 1)
+        if not is_verbose():
+            # Those of downloads, of loading weights and of data sets, unless the user has set it.
+            for library in ("HF_HUB", "HF_DATASETS"):
+                os.environ.setdefault(f"{library}_DISABLE_PROGRESS_BARS", "1")
+        return module.run(words)
     except UserError as error:
         return _print_error(str(error))
     except Exception as error:
@@ -95,3 +102,4 @@ def _print_help() -> None:
         print(f"  {command:<11} {description}")
     print()
     print("contaccum COMMAND --help lists the options of a command.")
+    print("--verbose shows the progress bars and messages of the libraries.")

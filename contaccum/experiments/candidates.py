@@ -483,6 +483,7 @@ class Ladder:
             make: returns the candidates, as JSON; all processes call it with the folder.
         """
         folder = self._folder / name
+        self.job.status.start(f"candidate {len(self.candidates)}: {name.replace('_', ' ')}")
         found = work.once(
             folder, self.job.request, lambda: {"candidates": make(folder)}, all_ranks=True
         )
@@ -492,6 +493,7 @@ class Ladder:
             self.candidates.append(added[-1])
         shown = max(added, key=lambda each: each.score)
         best = self.get_best()
+        self.job.status.best = f"best {best.number}: {best.score:.3f}"
         self.job.print_line(
             f"{shown.number}. {shown.describe()}: {shown.score:.3f} on dev (best "
             f"{best.number}. {best.describe()}), {shown.seconds / 60:.1f} minutes used"
@@ -552,7 +554,7 @@ class Ladder:
             base = Candidate(model_name(self.settings.model), FREE, "base")
             return [self._score(bm25, self._dev), self._score(base, self._dev)]
 
-        self._add("free", lambda folder: work.on_first_rank(score))
+        self._add("no_training", lambda folder: work.on_first_rank(score))
 
     def _fit_linear_map(self) -> None:
         name = "linear_map"
@@ -716,7 +718,7 @@ class Ladder:
         settings = make_second_stage(two_stages, str(first_folder / TRAINING_FOLDER))
 
         def make(folder: Path) -> list[dict[str, Any]]:
-            trained = train(settings, folder)
+            trained = train(settings, folder, self.job.status)
             candidate = Candidate(
                 f"{first.name}, second stage",
                 FURTHER,
@@ -759,10 +761,11 @@ class Ladder:
 
         def make(folder: Path) -> list[dict[str, Any]]:
             if self._has_fixed_length:
-                trained = train(settings, folder)
+                trained = train(settings, folder, self.job.status)
                 written = settings
             else:
-                trained = train(replace(settings, max_steps=num_updates), folder, seconds)
+                limited = replace(settings, max_steps=num_updates)
+                trained = train(limited, folder, self.job.status, seconds)
                 written = replace(settings, learning_rates=trained.rates)
             candidate = Candidate(
                 f"{shown}, {trained.updates} updates",

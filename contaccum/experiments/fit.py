@@ -15,8 +15,10 @@ from __future__ import annotations
 import itertools
 import os
 import shutil
+import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import ExitStack
 from dataclasses import asdict, dataclass, fields
 from datetime import UTC, datetime
 from functools import cached_property
@@ -76,6 +78,7 @@ from contaccum.experiments.verdict import (
     write_verdicts_to_card,
 )
 from contaccum.files import AnyPath, atomic_folder, hash_path, provenance, write_text
+from contaccum.progress import StatusLine
 from contaccum.report.fit_page import build_fit_page
 from contaccum.retrieval.bm25 import fuse_runs
 from contaccum.retrieval.documents import StoreDocuments
@@ -87,6 +90,8 @@ from contaccum.training.setup import load_encoder
 
 CONFIG_FILE = "config.yaml"
 REPORT_FILE = "report.html"
+LOG_FILE = "log.txt"
+"""What libraries have printed."""
 
 _MAX_BASE_DOCUMENTS = 2000  # a sample of dev, by which several base models are compared
 _MAX_SHARE_OF_BASE_MODEL = 0.1  # of the time left, for scoring one of several base models
@@ -220,11 +225,16 @@ def fit(
         **pairs.describe(folder),
     }
     may_restart = work.on_first_rank(require_free_folder, folder)
-    with work.begin(folder, request, "contaccum fit", may_restart):
+    with work.begin(folder, request, "contaccum fit", may_restart), ExitStack() as quiet:
         time_budget = work.Budget(seconds, folder)
-        print_once = work.only_first_rank(print_line)
-        job = Job(folder, request, given, args, time_budget, print_once)
+        status = StatusLine(
+            work.only_first_rank(print_line),
+            lambda: f"{time_budget.used_here() / 60:.1f} of {seconds / 60:.3g} minutes",
+        )
+        job = Job(folder, request, given, args, time_budget, status)
         split = hold_out(job, pairs, guards)
+        # Only now, because a folder in which nothing was done stays empty.
+        quiet.enter_context(status.quiet(folder / LOG_FILE if rank() == 0 else Path(os.devnull)))
         base_model = choose_base_model(job, models)
         # If a larger budget has found a better base model, all that follows is done again.
         job = job._replace(request={**request, "base model": models.index(base_model)})
@@ -276,7 +286,7 @@ def hold_out(job: Job, pairs: Pairs, guards: Mapping[str, BeirDataset]) -> Split
     Raises:
         DataError: if a guard has queries by which the verdict is made, or near-duplicates of them.
     """
-    show_progress = not job.args.disable_tqdm
+    show_progress = not job.args.disable_tqdm and sys.stderr.isatty()
     for line in work.on_first_rank(pairs.hold_out, job.data, show_progress=show_progress):
         job.print_line(line)
     split = read_split(job.data)
@@ -375,6 +385,7 @@ def choose_base_model(job: Job, models: Sequence[str]) -> str:
         number = models.index(best)
         return {"number": number, "is_complete": is_complete, "budget": job.budget.seconds}
 
+    job.status.start("comparing base models")
     with job.budget.measure("base models"):
         found = work.once(folder, job.request, compare)
         if not found["is_complete"] and job.budget.seconds > found["budget"]:
@@ -389,6 +400,7 @@ def load_base(job: Job, model: str) -> tuple[DualEncoder, Settings]:
     Raises:
         ConfigError: if the model cannot be loaded.
     """
+    job.status.start(f"loading {model_name(model)}")
     train_file = job.data / TRAIN_FILE
     settings = propose_settings(train_file, model, job.given)
     base = load_encoder(make_base_settings(settings), job.args)
@@ -471,6 +483,7 @@ def encode_documents(
             )
         return {"seconds_per_document": seconds_per_document, "cut": encoder.describe_cut()}
 
+    job.status.start("encoding documents")
     with job.budget.measure("documents"):
         found = work.once(file.parent, job.request, encode)
     if found["cut"]:
@@ -532,6 +545,7 @@ def score_other_folds(
                 )
                 break
             job.print_line(f"split {number + 1} of {num_folds}: training and testing again")
+            job.status.start(f"split {number + 1}")
             base_candidate = ladder.base_candidate
             scores.append(
                 score_fold(number, job, pairs, ladder.base, base_candidate, chosen, first_dev)
@@ -551,6 +565,7 @@ def judge(
     """Search the test set, and write the model that the verdict recommends, record and report."""
     free, base = ladder.free, ladder.base
     base_candidate = ladder.base_candidate
+    job.status.start("test")
     with job.budget.measure("test"):
         test_set = load_beir_folder(job.data / "test", "test")
         evaluator = RetrievalEvaluator(test_set, batch_size=job.batch_size)

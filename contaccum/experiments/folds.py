@@ -227,7 +227,7 @@ def score_fold(
                 changes["passage_store"] = str(store)
             if settings.second_stage is not None:
                 changes["second_stage"] = str(data / CORPUS_FILE)
-            train(replace(settings, **changes), folder)
+            train(replace(settings, **changes), folder, job.status)
         return work.on_first_rank(test)
 
     scores = work.once(folder, {**job.request, "candidate": chosen.name}, score, all_ranks=True)

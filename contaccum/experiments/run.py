@@ -11,10 +11,11 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
-import transformers
+from transformers import TrainerCallback, TrainerControl, TrainerState, TrainingArguments
 
 from contaccum import work
 from contaccum.distributed import RANK_TIMEOUT
+from contaccum.progress import StatusLine
 from contaccum.settings import Settings, replace
 from contaccum.training.arguments import ContAccumTrainingArguments
 from contaccum.training.log import TRAIN_LOG, read_log
@@ -33,7 +34,7 @@ class Job(NamedTuple):
         given: the user's settings of a training.
         args: training arguments with these settings: the device and the batch sizes.
         budget: the time of all starts.
-        print_line: prints a line for the user, on the first process only.
+        status: prints lines for the user, on the first process only, and shows what is done now.
     """
 
     folder: Path
@@ -41,7 +42,12 @@ class Job(NamedTuple):
     given: Mapping[str, Any]
     args: ContAccumTrainingArguments
     budget: work.Budget
-    print_line: Callable[[str], None]
+    status: StatusLine
+
+    @property
+    def print_line(self) -> Callable[[str], None]:
+        """The function that prints a line for the user."""
+        return self.status.print_line
 
     @property
     def data(self) -> Path:
@@ -77,13 +83,28 @@ class Trained:
     rates: list[float]
 
 
-def train(settings: Settings, folder: Path, seconds: float | None = None) -> Trained:
+class UpdateStatus(TrainerCallback):
+    """Callback that shows the updates of a training in the status line."""
+
+    def __init__(self, status: StatusLine) -> None:
+        self._status = status
+
+    def on_step_end(
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
+    ) -> None:
+        self._status.step = f"update {state.global_step} of {state.max_steps}"
+
+
+def train(
+    settings: Settings, folder: Path, status: StatusLine, seconds: float | None = None
+) -> Trained:
     """Train as `contaccum train` does, in the folder `TRAINING_FOLDER`, which then has the model.
 
     A finished training is not repeated. One that was killed goes on from its last checkpoint.
 
     Args:
         settings: the settings, without those of checkpoints.
+        status: shows the updates.
         seconds: the time for the updates; see `ContAccumTrainer`. None: as long as they take.
 
     Raises:
@@ -98,13 +119,8 @@ def train(settings: Settings, folder: Path, seconds: float | None = None) -> Tra
             save_strategy="no",
             logging_strategy="no",
         )
-        bars_were_shown = transformers.utils.logging.is_progress_bar_enabled()
-        transformers.utils.logging.disable_progress_bar()  # it would appear between printed lines
-        try:
-            train_and_save(settings, seconds, print_line=lambda line: None)
-        finally:
-            if bars_were_shown:
-                transformers.utils.logging.enable_progress_bar()
+        callbacks = [UpdateStatus(status)]
+        train_and_save(settings, seconds, print_line=lambda line: None, callbacks=callbacks)
         gc.collect()  # a trainer and its model refer to each other
         if torch.cuda.is_available():
             torch.cuda.empty_cache()

@@ -23,6 +23,7 @@ from typing import Any, cast
 import torch
 from transformers import (
     EarlyStoppingCallback,
+    ProgressCallback,
     TrainerCallback,
     TrainerControl,
     TrainerState,
@@ -426,6 +427,40 @@ class EvaluationCallback(EarlyStoppingCallback):
                 f"{args.metric_for_best_model} than {state.best_metric:.4f} of update "
                 f"{state.best_global_step}. To train on, raise early_stopping_patience and resume"
             )
+
+
+class ProgressLine(ProgressCallback):
+    """transformers' progress bar with the loss in it, and a line for each evaluation.
+
+    In place of the dictionaries that transformers prints.
+    """
+
+    def on_log(
+        self,
+        args: TrainingArguments,
+        state: TrainerState,
+        control: TrainerControl,
+        logs: dict[str, Any] | None = None,
+        **kwargs: Any,
+    ) -> None:
+        if self.training_bar is not None and logs and "loss" in logs:
+            self.training_bar.set_postfix(loss=f"{float(logs['loss']):.3f}")
+
+    def on_prediction_step(self, *args: Any, **kwargs: Any) -> None:
+        """Show no bar of the batches of an evaluation."""
+
+    def on_evaluate(
+        self,
+        args: TrainingArguments,
+        state: TrainerState,
+        control: TrainerControl,
+        metrics: dict[str, Any] | None = None,
+        **kwargs: Any,
+    ) -> None:
+        metric = str(args.metric_for_best_model).removeprefix("eval_")
+        value = (metrics or {}).get(f"eval_{metric}")
+        if self.training_bar is not None and value is not None:
+            self.training_bar.write(f"update {state.global_step}: {metric} {value:.4f}")
 
 
 class SignalCallback(TrainerCallback):

@@ -24,7 +24,7 @@ import shutil
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from itertools import islice
 from pathlib import Path
@@ -40,7 +40,7 @@ from sentence_transformers.base.sampler import BatchSamplers
 from torch import Tensor, nn
 from torch.utils.data import DataLoader
 from tqdm.contrib.logging import logging_redirect_tqdm
-from transformers import PrinterCallback
+from transformers import PrinterCallback, ProgressCallback, TrainerCallback
 from transformers.integrations.deepspeed import deepspeed_load_checkpoint, unset_hf_deepspeed_config
 from transformers.trainer_utils import HubStrategy, TrainOutput
 
@@ -63,6 +63,7 @@ from contaccum.files import Fingerprint, provenance, require_writable, write_tex
 from contaccum.losses.contaccum import ContAccumLoss
 from contaccum.losses.text_ids import count_texts
 from contaccum.merging import merge_models
+from contaccum.progress import is_verbose
 from contaccum.redaction import redact
 from contaccum.retrieval.encode import hash_tensors, model_fingerprint, tokenisation_fingerprint
 from contaccum.settings import Settings, find, replace
@@ -768,13 +769,17 @@ def make_trainer(
 
 
 def train_and_save(
-    settings: Settings, seconds: float | None = None, print_line: Callable[[str], None] = print
+    settings: Settings,
+    seconds: float | None = None,
+    print_line: Callable[[str], None] = print,
+    callbacks: Sequence[TrainerCallback] = (),
 ) -> ContAccumTrainingArguments:
     """Train a model and save it into ``output_dir``: the work of `contaccum train`.
 
     Args:
         seconds: the time for loading model and data and for the updates; see `RatesByClock`.
         print_line: prints a line about the data.
+        callbacks: further callbacks of the trainer.
 
     Returns:
         The arguments of the training, of its second stage if it has one.
@@ -783,7 +788,7 @@ def train_and_save(
         UserError: for an ``output_dir`` with another run, or settings, data or a model that cannot
             be used.
     """
-    callbacks = [] if seconds is None else [RatesByClock(seconds)]
+    callbacks = [*callbacks, *([] if seconds is None else [RatesByClock(seconds)])]
     args = ContAccumTrainingArguments.from_settings(settings)
     output_dir = Path(str(args.output_dir))
     if settings.second_stage is not None:
@@ -815,8 +820,11 @@ def train_and_save(
         print_line(data.training.summary())
     encoder = load_encoder(settings, args)
     trainer = make_trainer(encoder, settings, args, data, callbacks=callbacks)
-    if args.logging_strategy == "no":
-        trainer.remove_callback(PrinterCallback)  # it would print a summary
+    if not is_verbose():
+        trainer.remove_callback(PrinterCallback)
+        if not args.disable_tqdm:
+            trainer.remove_callback(ProgressCallback)
+            trainer.add_callback(log.ProgressLine())
     # With the redirection, log lines do not break the progress bar. The logger of transformers has
     # a handler of its own, so redirecting the root logger is not enough.
     with logging_redirect_tqdm([logging.getLogger(), logging.getLogger("transformers")]):

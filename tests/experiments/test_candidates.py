@@ -40,6 +40,7 @@ from contaccum.experiments.candidates import (
 from contaccum.experiments.folds import Pairs
 from contaccum.experiments.proposed import check_given
 from contaccum.experiments.run import Job, Trained
+from contaccum.progress import StatusLine
 from contaccum.retrieval.bm25 import fuse_runs
 from contaccum.retrieval.encode import check_store_fits, encode_texts, model_fingerprint
 from contaccum.retrieval.store import EmbeddingStore
@@ -88,7 +89,7 @@ def make_ladder(
     model = str(root / "fresh")
     args = check_given(model, given)
     budget = Budget(1e6, folder)
-    job = Job(folder, {}, given, args, budget, lambda line: None)
+    job = Job(folder, {}, given, args, budget, StatusLine(lambda line: None, str))
     Pairs(root / "questions.jsonl", test=100).hold_out(job.data)
     base, settings = fit_module.load_base(job, model)
     documents, _ = fit_module.encode_documents(job, base, model)

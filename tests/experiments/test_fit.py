@@ -39,6 +39,7 @@ from contaccum.experiments.request import read_given
 from contaccum.experiments.run import Job, Trained
 from contaccum.experiments.verdict import compute_verdicts
 from contaccum.files import write_json
+from contaccum.progress import StatusLine
 from contaccum.retrieval.encode import model_fingerprint
 from contaccum.retrieval.store import EmbeddingStore
 from contaccum.settings import Settings, replace
@@ -358,7 +359,7 @@ def test_a_fit_in_the_folder_of_its_data_can_continue(tmp_path):
 
 def make_job(folder: Path) -> Job:
     args = proposed.check_given("model", {"use_cpu": True})
-    return Job(folder, {}, {}, args, Budget(600.0, folder), print)
+    return Job(folder, {}, {}, args, Budget(600.0, folder), StatusLine(print, str))
 
 
 @pytest.mark.parametrize("rung", [1, 2, 3])

@@ -1,0 +1,79 @@
+"""The status line of `contaccum fit`: the user's lines stay; a log has what libraries print."""
+
+import io
+import sys
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from tqdm import tqdm
+
+from contaccum.progress import StatusLine, set_verbose
+
+
+class Terminal(io.StringIO):
+    """A text stream that is a terminal; ``written`` is set once something is written."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.written = threading.Event()
+
+    def isatty(self) -> bool:
+        return True
+
+    def write(self, text: str) -> int:
+        length = super().write(text)
+        self.written.set()
+        return length
+
+
+@pytest.fixture
+def verbose() -> Iterator[None]:
+    set_verbose(True)
+    yield
+    set_verbose(False)
+
+
+def print_as_libraries_do() -> None:
+    print({"train_loss": 1.5})
+    for _ in tqdm(range(2), desc="Loading weights"):
+        pass
+    print("deprecated", file=sys.stderr)
+
+
+def test_only_the_users_lines_reach_the_terminal(tmp_path: Path, capsys):
+    status = StatusLine(print, lambda: "1 of 5 minutes")
+    with status.quiet(tmp_path / "log.txt"):
+        status.print_line("1. a candidate")
+        print_as_libraries_do()
+    print("after")
+    output = capsys.readouterr()
+    assert output.out == "1. a candidate\nafter\n"
+    assert output.err == ""
+    log = (tmp_path / "log.txt").read_text()
+    assert all(text in log for text in ("train_loss", "Loading weights", "deprecated"))
+
+
+def test_verbose_shows_what_libraries_print(tmp_path: Path, capsys, verbose):
+    status = StatusLine(print, lambda: "")
+    with status.quiet(tmp_path / "log.txt"):
+        print_as_libraries_do()
+    assert "train_loss" in capsys.readouterr().out
+    assert not (tmp_path / "log.txt").exists()
+
+
+def test_a_terminal_shows_one_line_which_is_removed_at_the_end(tmp_path: Path, monkeypatch):
+    terminal = Terminal()
+    monkeypatch.setattr(sys, "stderr", terminal)
+    status = StatusLine(print, lambda: "1 of 5 minutes")
+    status.start("candidate 2: linear map")
+    status.step, status.best = "update 3 of 9", "best 1: 0.859"
+    line = "candidate 2: linear map | update 3 of 9 | 1 of 5 minutes | best 1: 0.859"
+    with status.quiet(tmp_path / "log.txt"):
+        assert terminal.written.wait(60)
+    assert line in terminal.getvalue()
+    assert "\n" not in terminal.getvalue()
+    assert terminal.getvalue().endswith("\r\x1b[K")
+    status.start("test")
+    assert status.describe() == "test | 1 of 5 minutes | best 1: 0.859"
