@@ -67,6 +67,7 @@ def run(argv: Sequence[str]) -> int:
             overwrite=args.overwrite and rank == 0,
             on_bad_record=args.on_bad_record,
             columns=args.corpus_columns,
+            has_passages=not args.no_texts,
         )
     # One rank may need hours more than another, so waiting in a collective could time out.
     state.destroy_process_group()
@@ -139,6 +140,11 @@ def _parse_arguments(argv: Sequence[str]) -> argparse.Namespace:
         action="store_true",
         help="also write a BM25 index of the finished store to FOLDER/bm25, for contaccum search "
         "--bm25_weight",
+    )
+    parser.add_argument(
+        "--no_texts",
+        action="store_true",
+        help="do not keep titles and texts in the store; contaccum search then shows ids alone",
     )
     parser.add_argument(
         "--shard_size",

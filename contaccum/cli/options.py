@@ -126,7 +126,7 @@ class Parser(argparse.ArgumentParser):
         options = [word for word in argv if word.startswith("--")]
         unknown = [word for word in options if word[2:].split("=")[0] not in names]
         if not unknown:
-            args, unknown = self.parse_known_args(argv)
+            args, unknown = self.parse_known_intermixed_args(argv)
         if unknown:
             suggestion = closest(unknown[0].split("=")[0].lstrip("-"), names)
             raise ConfigError(

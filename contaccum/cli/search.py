@@ -1,14 +1,18 @@
-"""`contaccum search MODEL --store FOLDER --queries FILE --output run.trec`: search a store.
+"""`contaccum search MODEL --store FOLDER`: search a store for questions, or for a file of queries.
 
-A store has the embeddings of documents; `contaccum encode` writes it. The command writes the best
-documents of each query as a run in TREC's format. `contaccum evaluate --run` scores such a run.
+A store has the embeddings of documents; `contaccum encode` writes it. Questions are words of the
+command line, or lines that are typed; the best three documents of each are shown. With
+``--queries``, the best documents of each query are written as a run in TREC's format, which
+`contaccum evaluate --run` scores.
 """
 
 from __future__ import annotations
 
 import argparse
+import sys
+import textwrap
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 from contaccum.cli.options import (
@@ -20,25 +24,90 @@ from contaccum.cli.options import (
 )
 from contaccum.data.beir import read_split_queries
 from contaccum.data.corpus import read_texts
-from contaccum.data.rows import RecordReport
+from contaccum.data.rows import RecordReport, passage_text
 from contaccum.encoders.names import require_model
 from contaccum.errors import ConfigError, DataError
 from contaccum.evaluation.results import trec_lines
 from contaccum.files import provenance, require_writable, write_json, write_text
 from contaccum.retrieval import bm25
-from contaccum.retrieval.store import EmbeddingStore
+from contaccum.retrieval.bm25 import read_bm25_weight
+from contaccum.retrieval.store import BM25_FOLDER, EmbeddingStore
+
+_NUM_SHOWN = 3  # documents of a question
+_SHOWN_CHARACTERS = 300  # of a document's text
 
 
 def run(argv: Sequence[str]) -> int:
-    """Search a store, write the run and its record, and return exit code 0.
+    """Search a store, show the answers or write the run, and return exit code 0.
 
     Raises:
         UserError: if the arguments, the queries, the model, the store or the index cannot be used.
     """
     args = _parse_arguments(argv)
-    print_at_once(f"searching {args.store} with {args.model} for {args.queries}")
+    print_at_once(f"searching {args.store} with {args.model}")
     require_model(args.model)
     store = EmbeddingStore.open(args.store)
+    if args.queries is None:
+        return _answer(args, store)
+    return _write_run(args, store)
+
+
+def _answer(args: argparse.Namespace, store: EmbeddingStore) -> int:
+    """Show the best documents of each question, those of the command line or those that are typed.
+
+    BM25 has the weight that `contaccum fit` has chosen for the model, unless another is given.
+    """
+    weight = args.bm25_weight
+    if weight is None:
+        weight = read_bm25_weight(Path(args.model))
+        if weight > 0 and not (store.folder / BM25_FOLDER).exists():
+            print_at_once(
+                f"without BM25, to which contaccum fit gave the weight {weight:g}: the store has "
+                "no BM25 index (run the same contaccum encode again with --bm25)"
+            )
+            weight = 0.0
+    if not store.has_passages:
+        print_at_once("the store has no texts, so ids alone are shown")
+    bm25_index = bm25.open_index(store) if weight > 0 else None
+    from contaccum.retrieval import search as faiss_index
+    from contaccum.retrieval.encode import check_store_fits, encode_texts
+
+    model = load_model(args.model, args)
+    check_store_fits(model, store)
+    index = faiss_index.build_index(store, metric=args.similarity or store.similarity)
+    for question in args.questions or _read_typed_questions():
+        query = encode_texts(model, [question], "query", precision=args.precision)
+        depth = _NUM_SHOWN if bm25_index is None else bm25.FUSION_DEPTH
+        [hits] = faiss_index.list_hits(index, *faiss_index.search(index, query, depth))
+        if bm25_index is not None:
+            words = bm25.search(bm25_index, store.ids, {"": question}, depth)
+            hits = bm25.fuse_runs({"": hits}, words, weight)[""]
+        best = dict(list(hits.items())[:_NUM_SHOWN])
+        passages = store.read_passages(best) if store.has_passages else {}
+        print(f"\n{question}")
+        for rank, (document_id, score) in enumerate(best.items(), start=1):
+            print(f"{rank}. {document_id}  {score:.3f}")
+            text = " ".join(passage_text(*passages.get(document_id, ("", ""))).split())
+            if text:
+                shortened = textwrap.shorten(text, _SHOWN_CHARACTERS, placeholder=" ...")
+                print(textwrap.indent(textwrap.fill(shortened, 100), "   "))
+    return 0
+
+
+def _read_typed_questions() -> Iterator[str]:
+    """Yield the lines of the standard input, with a prompt in a terminal; an empty line ends it."""
+    is_terminal = sys.stdin.isatty()
+    while True:
+        if is_terminal:
+            print("\nquestion (an empty line ends): ", end="", flush=True)
+        line = sys.stdin.readline().strip()
+        if not line:
+            return
+        yield line
+
+
+def _write_run(args: argparse.Namespace, store: EmbeddingStore) -> int:
+    """Search for the queries of a file, and write the run and its record."""
     index_settings = {
         "factory": args.index,
         "metric": args.similarity or store.similarity,
@@ -46,7 +115,8 @@ def run(argv: Sequence[str]) -> int:
     }
     bm25_index = None
     depth = args.top_k
-    if args.bm25_weight > 0:
+    bm25_weight = args.bm25_weight or 0.0
+    if bm25_weight > 0:
         bm25_index = bm25.open_index(store)
         depth = max(args.top_k, bm25.FUSION_DEPTH)
     require_writable(args.output)
@@ -81,7 +151,7 @@ def run(argv: Sequence[str]) -> int:
     hits = zip(texts, faiss_index.list_hits(index, scores, rows), strict=True)
     if bm25_index is not None:
         bm25_run = bm25.search(bm25_index, store.ids, texts, depth)
-        fused = bm25.fuse_runs(dict(hits), bm25_run, args.bm25_weight)
+        fused = bm25.fuse_runs(dict(hits), bm25_run, bm25_weight)
         best = [dict(list(documents.items())[: args.top_k]) for documents in fused.values()]
         hits = zip(texts, best, strict=True)
     seconds = time.perf_counter() - start_time
@@ -98,7 +168,7 @@ def run(argv: Sequence[str]) -> int:
             "index": index.factory,
             "index_parameters": index.parameters,
             "k": min(args.top_k, len(store)),
-            "bm25_weight": args.bm25_weight,
+            "bm25_weight": bm25_weight,
             "gpus": len(index.gpus),
             "index_file": str(args.index_file) if args.index_file else None,
             "seconds": seconds,
@@ -122,14 +192,14 @@ def _parse_arguments(argv: Sequence[str]) -> argparse.Namespace:
     """Parse the command line."""
     parser = Parser(
         "search",
-        "Search a store that contaccum encode wrote, and write a run in TREC's format.",
+        "Search a store that contaccum encode wrote, for questions or for a file of queries.",
         "index",
         "index_parameters",
         "similarity",
         # Queries do not depend on this length. It must be that of the documents in the store.
         "passage_max_length",
         *ENCODING_OPTIONS,
-        usage="contaccum search MODEL --store FOLDER --queries PATH [OPTIONS]",
+        usage="contaccum search MODEL --store FOLDER [QUESTION ... | --queries PATH] [OPTIONS]",
     )
     parser.add_model("the encoder that wrote the store: a folder, or a name on the model hub")
     parser.add_argument(
@@ -140,11 +210,17 @@ def _parse_arguments(argv: Sequence[str]) -> argparse.Namespace:
         help="store of documents that contaccum encode wrote",
     )
     parser.add_argument(
+        "questions",
+        nargs="*",
+        metavar="QUESTION",
+        help="questions whose best three documents are shown; without any, they are typed",
+    )
+    parser.add_argument(
         "--queries",
         type=Path,
-        required=True,
         metavar="PATH",
-        help="jsonl, tsv (id, text), DPR's .qa.csv, or a BEIR folder",
+        help="write a run for the queries of a file: jsonl, tsv (id, text), DPR's .qa.csv, or a "
+        "BEIR folder",
     )
     parser.add_argument(
         "--split",
@@ -167,10 +243,9 @@ def _parse_arguments(argv: Sequence[str]) -> argparse.Namespace:
     parser.add_argument(
         "--bm25_weight",
         type=float,
-        default=0.0,
         metavar="WEIGHT",
-        help="add the scores of the store's BM25 index with this weight, from 0 to 1; contaccum "
-        "fit prints the best one; default: %(default)s",
+        help="add the scores of the store's BM25 index with this weight, from 0 to 1; default: 0 "
+        "with --queries, and for questions the weight that contaccum fit chose for MODEL",
     )
     parser.add_argument(
         "--index_file",
@@ -187,7 +262,9 @@ def _parse_arguments(argv: Sequence[str]) -> argparse.Namespace:
     args = parser.parse(argv)
     if args.model is None:
         parser.error("name a MODEL to encode the queries with")
-    if not 0.0 <= args.bm25_weight <= 1.0:
+    if args.queries is not None and args.questions:
+        raise ConfigError("--queries with a QUESTION: give one of them")
+    if not 0.0 <= (args.bm25_weight or 0.0) <= 1.0:
         raise ConfigError(f"--bm25_weight must be between 0 and 1, not {args.bm25_weight:g}")
     if args.index_file and args.index == "Flat":
         raise ConfigError(

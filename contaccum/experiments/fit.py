@@ -80,7 +80,7 @@ from contaccum.experiments.verdict import (
 from contaccum.files import AnyPath, atomic_folder, hash_path, provenance, write_text
 from contaccum.progress import StatusLine
 from contaccum.report.fit_page import build_fit_page
-from contaccum.retrieval.bm25 import fuse_runs
+from contaccum.retrieval.bm25 import fuse_runs, write_bm25_weight
 from contaccum.retrieval.documents import StoreDocuments
 from contaccum.retrieval.encode import encode_texts
 from contaccum.retrieval.store import EmbeddingStore
@@ -644,6 +644,7 @@ def write_model(job: Job, ladder: Ladder, candidate: Candidate) -> None:
         else:
             model = load_candidate(candidate, ladder.base, training.parent)
             model.save_pretrained(str(folder))
+        write_bm25_weight(folder, candidate.bm25_weight)
 
 
 def write_config(job: Job, chosen: Candidate) -> None:

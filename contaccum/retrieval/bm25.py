@@ -14,12 +14,14 @@ import numpy as np
 from contaccum.data.corpus import Corpus, get_passage_texts
 from contaccum.data.rows import passage_text
 from contaccum.errors import DataError
-from contaccum.files import atomic_folder
+from contaccum.files import atomic_folder, read_json, write_json
 from contaccum.retrieval.store import BM25_FOLDER, EmbeddingStore, read_shards
 
 if TYPE_CHECKING:
     import bm25s
 
+WEIGHT_FILE = "bm25_weight.json"
+"""File beside a model with the weight of BM25 that `contaccum fit` has chosen."""
 FUSION_DEPTH = 100
 """Number of the best documents of a query whose scores are scaled to 0..1 before they are added.
 
@@ -234,6 +236,17 @@ def open_index(store: EmbeddingStore) -> bm25s.BM25:
     return bm25s.BM25.load(
         folder, mmap=True, allow_pickle=False, override_params={"backend": "numpy"}
     )
+
+
+def write_bm25_weight(model_folder: Path, weight: float) -> None:
+    """Write the weight of BM25 beside a model, for `contaccum search`."""
+    write_json(model_folder / WEIGHT_FILE, {"bm25_weight": weight})
+
+
+def read_bm25_weight(model_folder: Path) -> float:
+    """Return the weight of BM25 beside a model; 0 if none was written."""
+    file = model_folder / WEIGHT_FILE
+    return float(read_json(file)["bm25_weight"]) if file.is_file() else 0.0
 
 
 def split_words(text: str) -> list[str]:

@@ -264,6 +264,7 @@ class CorpusEncoder:
             before the others create their encoders.
         on_bad_record: "stop" raises an error at the first bad record, "skip" counts it.
         columns: see `read_passages`.
+        has_passages: see `StoreWriter`.
 
     Attributes:
         report: counts of the corpus's used and bad records.
@@ -289,6 +290,7 @@ class CorpusEncoder:
         overwrite: bool = False,
         on_bad_record: OnBadRecord = "stop",
         columns: Columns = None,
+        has_passages: bool = False,
     ) -> None:
         self.model = model
         self.corpus = corpus
@@ -300,7 +302,7 @@ class CorpusEncoder:
         self.is_cut: Counter[bool] = Counter()
         identity = encoding_identity(model, precision, dtype, shard_size)
         notes = {"model_name": model_name, "corpus": {"path": str(corpus)}}
-        self.writer = StoreWriter(folder, identity, notes, overwrite)
+        self.writer = StoreWriter(folder, identity, notes, overwrite, has_passages)
 
     def encode(self, rank: int = 0, world_size: int = 1, show_progress: bool = True) -> bool:
         """Encode the shards that are missing; with several ranks, every ``world_size``-th shard.

@@ -5,6 +5,7 @@
     shard-00000/          the first rows of the corpus, in its order; shard-00001 has the next rows
         embeddings.npy    (n, d) in float32 or float16
         ids.arrow         ids of the rows: Arrow IPC, one column ``id`` of strings
+        passages.arrow    columns ``title`` and ``text`` of strings, unless they are left out
         texts.npy         hashes of the texts, int64 (n,); training looks up positives by them
         result.json       rows, dimension, size of each file, fingerprint of the corpus up to the
                           last row of this shard
@@ -46,6 +47,7 @@ STORED = ("float32", "float16")
 
 EMBEDDINGS_FILE = "embeddings.npy"
 IDS_FILE = "ids.arrow"
+PASSAGES_FILE = "passages.arrow"
 TEXTS_FILE = "texts.npy"
 PARQUET_FOLDER = "parquet"
 BM25_FOLDER = "bm25"
@@ -85,6 +87,7 @@ class EmbeddingStore:
         self.num_shards = -(-len(self) // self.shard_size)  # rounded up
         self._get_embeddings = cache(self._map_embeddings)
         self._get_ids = cache(self._map_ids)
+        self._get_passages = cache(self._map_passages)
 
     @classmethod
     def open(cls, folder: files.AnyPath) -> EmbeddingStore:
@@ -144,6 +147,27 @@ class EmbeddingStore:
         for shard_number, positions, rows_in_shard in self._group_by_shard(rows):
             ids[positions] = self._get_ids(shard_number).take(rows_in_shard).to_pylist()
         return ids.tolist()
+
+    @property
+    def has_passages(self) -> bool:
+        """Whether the store holds titles and texts."""
+        return bool(self.metadata.get("passages"))
+
+    def read_passages(self, ids: Iterable[str]) -> dict[str, tuple[str, str]]:
+        """Return {id: (title, text)} of some passages; the store must hold them."""
+        import pyarrow as pa
+        import pyarrow.compute as pc
+
+        wanted = pa.array(list(ids), pa.string())
+        passages = {}
+        for shard_number in range(self.num_shards):
+            shard_ids = self._get_ids(shard_number)
+            rows = pc.indices_nonzero(pc.is_in(shard_ids, value_set=wanted))
+            if len(rows) > 0:
+                found = self._get_passages(shard_number).take(rows)
+                values = zip(found["title"].to_pylist(), found["text"].to_pylist(), strict=True)
+                passages.update(zip(shard_ids.take(rows).to_pylist(), values, strict=True))
+        return passages
 
     def text_ids(self) -> np.ndarray:
         """Return the hashes of all texts, int64 (N,); see `contaccum.data.sampling.text_ids`."""
@@ -220,15 +244,22 @@ class EmbeddingStore:
         return array
 
     def _map_ids(self, shard_number: int) -> pa.StringArray:
+        ids: pa.StringArray = self._map_table(shard_number, IDS_FILE)["id"].chunk(0)
+        return ids
+
+    def _map_passages(self, shard_number: int) -> pa.Table:
+        return self._map_table(shard_number, PASSAGES_FILE)
+
+    def _map_table(self, shard_number: int, name: str) -> pa.Table:
         import pyarrow as pa
 
-        path = self.folder / get_shard_name(shard_number) / IDS_FILE
+        path = self.folder / get_shard_name(shard_number) / name
         with pa.memory_map(str(path)) as source, pa.ipc.open_file(source) as reader:
-            ids = reader.read_all()["id"].chunk(0)  # it stays mapped, and the file is closed
+            table = reader.read_all()  # it stays mapped, and the file is closed
         # Arrow does not check offsets when it reads rows: in a broken file they may point outside
         # the mapped memory.
-        ids.validate(full=True)
-        return ids
+        table.validate(full=True)
+        return table
 
     def _count_rows(self, shard_number: int) -> int:
         return min(self.shard_size, len(self) - shard_number * self.shard_size)
@@ -244,6 +275,7 @@ class StoreWriter:
             `contaccum.retrieval.encode.encoding_identity`.
         notes: further entries for the result.
         overwrite: remove a store that is in the folder.
+        has_passages: whether the store holds titles and texts, for `EmbeddingStore.read_passages`.
 
     Raises:
         UserError: the folder holds a store of another identity or something else, or it cannot be
@@ -256,6 +288,7 @@ class StoreWriter:
         identity: Mapping[str, Any],
         notes: Mapping[str, Any] | None = None,
         overwrite: bool = False,
+        has_passages: bool = False,
     ) -> None:
         self.folder = Path(folder).expanduser()
         work.require_own_folder(self.folder, STORE)
@@ -271,6 +304,7 @@ class StoreWriter:
         work.require_same_work(self.folder, identity, _REPLACE_REMEDY)
         self.identity = identity
         self.notes = notes or {}
+        self.has_passages = has_passages
 
     def fill(
         self,
@@ -312,9 +346,9 @@ class StoreWriter:
                 raise self._other_corpus_error()  # a finished store gets no further shard
             is_missing = self._read_shard(shard_number, fingerprints[-1]) is None
             if is_missing and shard_number % world_size == rank:
-                ids = [passage_id for passage_id, _, _ in shard_passages]
                 texts = [passage_text(title, text) for _, title, text in shard_passages]
-                self._write_shard(shard_number, ids, texts, encode(texts), fingerprints[-1])
+                fingerprint = fingerprints[-1]
+                self._write_shard(shard_number, shard_passages, texts, encode(texts), fingerprint)
             num_rows += len(shard_passages)
         if num_rows == 0:
             raise DataError(
@@ -332,6 +366,9 @@ class StoreWriter:
         if finished is None:
             corpus_note = {**self.notes.get("corpus", {}), "fingerprint": fingerprints[-1]}
             counts = {"rows": num_rows, "dimension": dimension, "corpus": corpus_note}
+            # An earlier start may have written some shards without them.
+            shards = (self.folder / get_shard_name(number) for number in range(len(fingerprints)))
+            counts["passages"] = all((shard / PASSAGES_FILE).exists() for shard in shards)
             work.finish(self.folder, {**self.notes, **counts, **files.provenance()})
         return True
 
@@ -345,7 +382,7 @@ class StoreWriter:
     def _write_shard(
         self,
         shard_number: int,
-        ids: list[str],
+        passages: Sequence[tuple[str, str, str]],
         texts: list[str],
         embeddings: np.ndarray,
         fingerprint: str,
@@ -353,13 +390,20 @@ class StoreWriter:
         import pyarrow as pa
 
         values = np.ascontiguousarray(embeddings, dtype=self.identity["dtype"])
-        id_table = pa.record_batch([pa.array(ids, pa.string())], names=["id"])
+        columns = {}
+        for name, column in zip(("id", "title", "text"), zip(*passages, strict=True), strict=True):
+            columns[name] = pa.array(column, pa.large_string() if name == "text" else pa.string())
+        tables = {IDS_FILE: pa.table({"id": columns.pop("id")})}
+        if self.has_passages:
+            tables[PASSAGES_FILE] = pa.table(columns)
         with files.atomic_folder(self.folder / get_shard_name(shard_number)) as folder:
             np.save(folder / EMBEDDINGS_FILE, values, allow_pickle=False)
             np.save(folder / TEXTS_FILE, text_ids(texts), allow_pickle=False)
-            with pa.ipc.new_file(str(folder / IDS_FILE), id_table.schema) as writer:
-                writer.write_batch(id_table)
-            shard = {"rows": len(ids), "dimension": values.shape[1], "fingerprint": fingerprint}
+            for file, table in tables.items():
+                with pa.ipc.new_file(str(folder / file), table.schema) as writer:
+                    writer.write_table(table)
+            rows, dimension = values.shape
+            shard = {"rows": rows, "dimension": dimension, "fingerprint": fingerprint}
             work.finish(folder, shard, has_sizes=True)
 
     def _other_corpus_error(self) -> DataError:

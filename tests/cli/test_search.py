@@ -1,5 +1,6 @@
 """`contaccum search`: runs and records of a store that `contaccum encode` wrote."""
 
+import io
 import json
 import shutil
 from functools import partial
@@ -14,8 +15,10 @@ from small_data import read_lines, write_beir
 from contaccum import DualEncoder
 from contaccum.cli import main
 from contaccum.evaluation.results import read_trec_run
+from contaccum.retrieval import bm25 as bm25_module
 from contaccum.retrieval import exact_search
 from contaccum.retrieval import search as search_module
+from contaccum.retrieval.bm25 import write_bm25_weight
 from contaccum.retrieval.search import build_index, search
 from contaccum.retrieval.store import EmbeddingStore
 
@@ -216,3 +219,52 @@ def test_wrong_arguments_are_refused_in_one_line(root, tmp_path, capsys, options
     assert error.startswith("contaccum: error")
     assert message in error
     assert not (tmp_path / "run.trec").exists()
+
+
+def ask(root: Path, store: Path, *words: str, model: str = "encoder") -> int:
+    return main(["search", str(root / model), "--device", "cpu", "--store", str(store), *words])
+
+
+def test_a_question_shows_the_best_documents_of_its_run_with_their_texts(root, tmp_path, capsys):
+    assert run(root, tmp_path / "run.trec", "--top_k", 3) == 0
+    expected = read_trec_run(tmp_path / "run.trec")["q3"]
+    texts = {row["_id"]: row["text"] for row in read_lines(root / "corpus.jsonl")}
+    capsys.readouterr()
+    assert ask(root, root / "store", QUERIES[3]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    shown = lines[lines.index(QUERIES[3]) + 1 :]
+    assert {line.split()[1] for line in shown[::2]} == set(expected)
+    for line, text in zip(shown[::2], shown[1::2], strict=True):
+        _, document_id, score = line.split()
+        assert text.strip() == texts[document_id]
+        assert float(score) == pytest.approx(expected[document_id], abs=6e-4)
+
+
+def test_questions_are_typed_until_an_empty_line(root, capsys, monkeypatch):
+    monkeypatch.setattr("sys.stdin", io.StringIO(f"{QUERIES[1]}\n{QUERIES[2]}\n\nnot read\n"))
+    assert ask(root, root / "store") == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert lines.index(QUERIES[1]) < lines.index(QUERIES[2])
+    assert "not read" not in lines
+
+
+def test_bm25_has_the_weight_that_fit_has_chosen(root, tmp_path, capsys):
+    """With the weight 1, the best document is BM25's; a store without texts or words says so."""
+    model = tmp_path / "model"
+    shutil.copytree(root / "encoder", model)
+    write_bm25_weight(model, 1.0)
+    encode(root, "corpus.jsonl", tmp_path / "words", "--bm25", "--no_texts")
+    store = EmbeddingStore.open(tmp_path / "words")
+    bm25_run = bm25_module.search(bm25_module.open_index(store), store.ids, {"q": QUERIES[4]}, 3)
+    capsys.readouterr()
+    assert ask(tmp_path, tmp_path / "words", QUERIES[4], model="model") == 0
+    output = capsys.readouterr().out
+    assert "no texts" in output
+    assert all(f". {document_id} " in output for document_id in bm25_run["q"])
+    assert ask(tmp_path, root / "store", QUERIES[4], model="model") == 0
+    assert "without BM25" in capsys.readouterr().out
+
+
+def test_questions_and_a_file_of_queries_are_refused_together(root, tmp_path, capsys):
+    assert run(root, tmp_path / "run.trec", "a question") == 2
+    assert "--queries" in capsys.readouterr().err

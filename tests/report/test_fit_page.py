@@ -122,7 +122,7 @@ def test_the_verdict_comes_first_and_the_other_parts_follow(tmp_path):
     assert body.count("BETTER") == 2  # the word, and its class
     assert "0.600" in body
     assert re.search(r"<td>3\. tower .* \(chosen\)</td>", body)
-    assert "--bm25_weight 0.1" in body
+    assert "has the weight 0.1 (" in body
     assert "contaccum train" in body
     assert "Keep your index" in body
     assert "NDCG" not in body
@@ -145,7 +145,7 @@ def test_the_page_serves_what_is_recommended(tmp_path):
     record = make_record(0.4, 0.4)
     record |= {"recommended": 1, "chosen": 0, "bm25_weight": 0.3}
     body = build_page_of_record(tmp_path, record)
-    assert "--bm25_weight 0.3" in body
+    assert "has the weight 0.3 (" in body
     assert "Keep a model with BM25: no training is needed" in body
     assert "<td>0. BM25 (chosen)</td>" in body
     assert "contaccum train" not in body  # BM25 has no training
