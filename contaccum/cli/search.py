@@ -13,6 +13,7 @@ from pathlib import Path
 
 from contaccum.cli.options import (
     ENCODING_OPTIONS,
+    MODEL_HELP,
     Parser,
     load_model,
     parse_positive_int,
@@ -131,7 +132,7 @@ def _parse_arguments(argv: Sequence[str]) -> argparse.Namespace:
         *ENCODING_OPTIONS,
         usage="contaccum search MODEL --store FOLDER --queries PATH [OPTIONS]",
     )
-    parser.add_model("the encoder that wrote the store: a folder, or a name on the model hub")
+    parser.add_argument("model", metavar="MODEL", help=MODEL_HELP)
     parser.add_argument(
         "--store",
         type=Path,
@@ -185,8 +186,6 @@ def _parse_arguments(argv: Sequence[str]) -> argparse.Namespace:
         "the whole store",
     )
     args = parser.parse(argv)
-    if args.model is None:
-        parser.error("name a MODEL to encode the queries with")
     if not 0.0 <= args.bm25_weight <= 1.0:
         raise ConfigError(f"--bm25_weight must be between 0 and 1, not {args.bm25_weight:g}")
     if args.index_file and args.index == "Flat":
