@@ -30,8 +30,8 @@ import torch
 from contaccum import DualEncoder
 from contaccum.errors import ConfigError, UserError
 from contaccum.evaluation.beir import evaluate_once, evaluation_sets, load_data
-from contaccum.evaluation.metrics import check_k_values, check_metrics
-from contaccum.evaluation.results import mean_metrics, sets_table, table_rows
+from contaccum.evaluation.metrics import check_metrics, get_k_values
+from contaccum.evaluation.results import make_table, sets_table
 
 
 def parse_arguments() -> argparse.Namespace:
@@ -51,8 +51,7 @@ def parse_arguments() -> argparse.Namespace:
     add("--batch_size", type=int, default=32, help="texts per batch, on each GPU")
     add("--precision", choices=("float32", "bfloat16", "float16"), default="float32")
     add("--similarity", choices=("cos", "dot"), help="default: the model's own")
-    add("--metrics", nargs="+", help="metrics in table.md; the json files contain all metrics")
-    add("--k_values", nargs="+", type=int, default=[1, 3, 5, 10, 20, 100, 1000])
+    add("--metrics", nargs="+", help="metrics in table.md; the json files contain more metrics")
     return parser.parse_args()
 
 
@@ -123,8 +122,7 @@ def main() -> None:
     args = parse_arguments()
     num_gpus = select_gpus(args.gpus)
     devices = [f"cuda:{number}" for number in range(num_gpus)] or ["cpu"]
-    k_values = check_k_values(args.k_values)
-    metrics = check_metrics(args.metrics, k_values)
+    metrics = check_metrics(args.metrics)
     if len(devices) > 1 and args.precision != "float32":
         # Several GPUs are used by several processes, and autocast does not reach other processes.
         raise ConfigError(
@@ -142,7 +140,7 @@ def main() -> None:
                 model,
                 load_data(source, args.split),
                 files[label],
-                k_values,
+                get_k_values(metrics),
                 args.model,
                 index=args.index,
                 index_parameters=args.index_parameters,
@@ -150,23 +148,11 @@ def main() -> None:
                 similarity=args.similarity,
                 precision=args.precision,
             )
-    rows = table_rows(files, records)
-    first = next(iter(records.values()))
     command = shlex.join(["python", *sys.argv])
-    content = {
-        "command": command,
-        "model": first["model"],
-        "index": args.index,
-        "index_parameters": args.index_parameters,
-        "precision": args.precision,
-        "devices": devices,
-        "sets": rows,
-        "mean": mean_metrics(rows),
-        "versions": first["versions"],
-        "git_commit": first["git_commit"],
-    }
+    table = make_table(files, records, metrics)
+    content = {"command": command, "devices": devices, **table}
     (args.output / "table.json").write_text(json.dumps(content, indent=1) + "\n", encoding="utf-8")
-    text = f"{sets_table(rows, metrics)}\n"
+    text = f"{sets_table(table)}\n"
     page = f"# {args.model} on BEIR\n\n`{command}`\n\n{text}"
     (args.output / "table.md").write_text(page, encoding="utf-8")
     print(text)

@@ -49,7 +49,8 @@ def main() -> None:
         batch_size=args.batch_size,
         model_name=args.model,
     )
-    print("written:", *write_result(result, args.output))
+    write_result(result, args.output)
+    print(f"written: {args.output}, and its run beside it")
     for metric in PRINTED_METRICS:
         print(f"{metric}: {result.metrics[metric]:.4f}")
 

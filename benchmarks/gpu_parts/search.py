@@ -1,7 +1,7 @@
 """Seconds of exact and approximate search on a GPU and on the CPU, and the recall.
 
-contaccum searches a "Flat" index on the GPU by torch. The approximate indexes are measured only if
-FAISS can build them on the GPU: inverted files with faiss-gpu, graphs with cuVS.
+contaccum searches a "Flat" index on the GPU by torch. The inverted file is measured only with
+faiss-gpu.
 
 The embeddings are in clusters, because text embeddings are too; with plain normal vectors, every
 approximate index would have a low recall. Centres are normal vectors. A document is a centre plus a
@@ -18,6 +18,7 @@ from typing import Any
 
 import faiss
 import numpy as np
+import torch
 from measuring.run import Cases, NotMeasured, Run, quartiles
 
 from contaccum.retrieval.search import DenseIndex, build_index, find_gpus, search
@@ -36,25 +37,22 @@ class Sizes:
     dimension: int = 384
     k: int = 100  # results per query
     inverted_file: tuple[str, str] = ("IVF4096,PQ32np", "nprobe=64")  # factory, parameters
-    graph: tuple[str, str] = ("HNSW32", "efSearch=128")
     turns: int = 3
 
 
 SIZES = Sizes()
-TINY = Sizes(400, 10, 16, 5, ("IVF4,PQ4np", "nprobe=2"), ("HNSW4", "efSearch=8"), 1)
+TINY = Sizes(400, 10, 16, 5, ("IVF4,PQ4np", "nprobe=2"), 1)
 
 
 def list_cases(sizes: Sizes, run: Run) -> Cases:
-    """Yield an exact and two approximate indexes, each on the CPU and on the GPU."""
+    """Yield exact and approximate indexes, each on the CPU and on the GPU."""
     if not run.is_cuda:
         raise NotMeasured(f"the device is {run.device}, not a GPU")
-    has_faiss_gpu = faiss.get_num_gpus() > 0
-    has_cuvs = has_faiss_gpu and hasattr(faiss, "GpuIndexCagra")
-    yield from list_indexes(sizes, find_gpus(), has_faiss_gpu, has_cuvs)
+    yield from list_indexes(sizes, find_gpus(), faiss.get_num_gpus() > 0)
 
 
-def list_indexes(sizes: Sizes, gpus: Sequence[int], has_faiss_gpu: bool, has_cuvs: bool) -> Cases:
-    """Yield all indexes; FAISS can build the inverted file and the graph on a GPU, or cannot."""
+def list_indexes(sizes: Sizes, gpus: Sequence[torch.device], has_faiss_gpu: bool) -> Cases:
+    """Yield all indexes."""
     documents, queries = make_embeddings(sizes)
     exact_rows: list[np.ndarray] = []
     measure = partial(measure_index, queries, exact_rows, sizes)
@@ -63,13 +61,16 @@ def list_indexes(sizes: Sizes, gpus: Sequence[int], has_faiss_gpu: bool, has_cuv
     yield "Flat, CPU", partial(measure, lambda: flat)
     yield "Flat, GPU", partial(measure, lambda: replace(flat, gpus=gpus), gpus)
     yield "Flat, float16, GPU", partial(measure, lambda: half, gpus)
-    for (factory, parameters), missing in (
-        (sizes.inverted_file, None if has_faiss_gpu else "FAISS without GPU"),
-        (sizes.graph, None if has_cuvs else "FAISS without cuVS"),
-    ):
-        build = cache(partial(build_approximate, documents, factory, parameters, missing))
-        yield f"{factory}, CPU", partial(measure, lambda build=build: replace(build(), gpus=()))
-        yield f"{factory}, GPU", partial(measure, build, gpus)
+    factory, parameters = sizes.inverted_file
+
+    @cache
+    def build() -> DenseIndex:
+        if not has_faiss_gpu:
+            raise NotMeasured("FAISS without GPU")
+        return build_index(documents, factory, "dot", parameters=parameters)
+
+    yield f"{factory}, CPU", partial(measure, lambda: replace(build(), gpus=()))
+    yield f"{factory}, GPU", partial(measure, build, gpus)
 
 
 def make_embeddings(sizes: Sizes) -> tuple[np.ndarray, np.ndarray]:
@@ -91,21 +92,12 @@ def make_embeddings(sizes: Sizes) -> tuple[np.ndarray, np.ndarray]:
     return documents, add_noise(query_documents * np.float32(np.sqrt(sizes.dimension)))
 
 
-def build_approximate(
-    documents: np.ndarray, factory: str, parameters: str, missing: str | None
-) -> DenseIndex:
-    """Build an approximate index on a GPU, if nothing is missing."""
-    if missing is not None:
-        raise NotMeasured(missing)
-    return build_index(documents, factory, "dot", parameters=parameters)
-
-
 def measure_index(
     queries: np.ndarray,
     exact_rows: list[np.ndarray],
     sizes: Sizes,
     get_index: Callable[[], DenseIndex],
-    gpus: Sequence[int] = (),
+    gpus: Sequence[torch.device] = (),
 ) -> dict[str, Any]:
     """Search in several turns; an exact search adds its rows to ``exact_rows``."""
     started = time.perf_counter()

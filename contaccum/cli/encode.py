@@ -15,6 +15,7 @@ from pathlib import Path
 from contaccum import work
 from contaccum.cli.options import (
     ENCODING_OPTIONS,
+    MODEL_HELP,
     Parser,
     load_model,
     parse_positive_int,
@@ -111,7 +112,7 @@ def _parse_arguments(argv: Sequence[str]) -> argparse.Namespace:
         *ENCODING_OPTIONS,
         usage="contaccum encode MODEL --corpus PATH --output FOLDER [OPTIONS]",
     )
-    parser.add_model("the encoder: a folder, or a name on the model hub")
+    parser.add_argument("model", metavar="MODEL", help=MODEL_HELP)
     parser.add_argument(
         "--corpus",
         type=Path,
@@ -159,7 +160,4 @@ def _parse_arguments(argv: Sequence[str]) -> argparse.Namespace:
         help="replace a store that is already in the folder, also an unfinished one; without this "
         "option, an unfinished store is continued",
     )
-    args = parser.parse(argv)
-    if args.model is None:
-        parser.error("name a MODEL to encode with")
-    return args
+    return parser.parse(argv)

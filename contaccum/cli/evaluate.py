@@ -17,19 +17,14 @@ from __future__ import annotations
 import argparse
 from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
-from contaccum.cli.options import ENCODING_OPTIONS, Parser, load_model, print_at_once
+from contaccum.cli.options import ENCODING_OPTIONS, MODEL_HELP, Parser, load_model, print_at_once
 from contaccum.data.near_duplicates import group_queries
-from contaccum.defaults import DEFAULT_K_VALUES
 from contaccum.encoders.names import require_model
 from contaccum.errors import ConfigError, DataError
 from contaccum.evaluation import beir, metrics, results
 from contaccum.files import require_writable, write_json, write_text
-
-if TYPE_CHECKING:
-    from contaccum.encoders.dual_encoder import DualEncoder
-    from contaccum.encoders.settings import Kind
 
 
 def run(argv: Sequence[str]) -> int:
@@ -42,7 +37,8 @@ def run(argv: Sequence[str]) -> int:
         UserError: if the arguments, the data, the model or the run cannot be used.
     """
     args = _parse_arguments(argv)
-    shown_metrics = metrics.check_metrics(args.metrics, args.k_values)
+    shown_metrics = metrics.check_metrics(args.metrics)
+    k_values = metrics.get_k_values(shown_metrics)
     main_metric = shown_metrics[0]
     sources = beir.evaluation_sets(args.data)
     if args.run is not None and len(sources) > 1:
@@ -59,12 +55,8 @@ def run(argv: Sequence[str]) -> int:
     # Earlier results are read first, because this evaluation may replace their files.
     earlier_scores = {path: results.read_previous(path, main_metric) for path in args.baseline}
     model: Any = None
-    urls: dict[Kind, str] = {
-        "query": args.query_endpoint or args.endpoint,
-        "document": args.endpoint,
-    }
     settings = {
-        "k_values": args.k_values,
+        "k_values": k_values,
         "model_name": args.model,
         "show_progress": not args.no_progress,
         "index": args.index,
@@ -90,47 +82,30 @@ def run(argv: Sequence[str]) -> int:
                     f"--baseline {path}: lacks scores of queries of {label}, or has others; "
                     "evaluate again"
                 )
-        if model is None and args.model is not None:
-            model = load_model(args.model, args)
-            if args.endpoint and not args.query_endpoint:
-                _require_one_tower(model)
-        if len(sources) > 1 and not args.endpoint:
-            record = beir.evaluate_once(model, dataset, files[label], **settings)
+        if args.run is not None:
+            trec_run = results.read_trec_run(args.run, args.on_bad_record)
+            result = beir.score_beir_run(dataset, trec_run, k_values, str(args.run))
+            record = results.write_result(result, files[label])
         else:
-            if args.run is not None:
-                trec_run = results.read_trec_run(args.run, args.on_bad_record)
-                result = beir.score_beir_run(dataset, trec_run, args.k_values, str(args.run))
-            elif args.endpoint:
+            model = model or load_model(args.model, args)
+            if args.endpoint is None:
+                record = beir.evaluate_once(model, dataset, files[label], **settings)
+            else:
                 from contaccum.evaluation.endpoint import evaluate_endpoint
 
-                served_model = args.served_model or args.model
-                result = evaluate_endpoint(model, dataset, urls, served_model, **settings)
-            else:
-                result = beir.evaluate_beir(model, dataset, **settings)
-            results.write_result(result, files[label])
-            record = result.record()
+                servers = (args.endpoint, args.query_endpoint, args.served_model)
+                result = evaluate_endpoint(model, dataset, *servers, **settings)
+                record = results.write_result(result, files[label])
         per_query = record.pop("per_query")
         scores[label] = {query: values[main_metric] for query, values in per_query.items()}
         records[label] = record
         if args.baseline:
             groups[label] = group_queries(dataset)
 
-    rows = results.table_rows(files, records)
+    table = results.make_table(files, records, shown_metrics)
     if len(sources) > 1:
-        first = next(iter(records.values()))  # the values that are read are equal in all records
-        summary = {
-            "model": first["model"],
-            "tokenisation": first["tokenisation"],
-            "precision": first["precision"],
-            "versions": first["versions"],
-            "git_commit": first["git_commit"],
-            "search": {"index": first["search"]["index"], "k": max(args.k_values)},
-            "shown": shown_metrics,
-            "sets": rows,
-            "mean": results.mean_metrics(rows),
-        }
-        write_json(args.output, summary)
-    sections = [results.sets_table(rows, shown_metrics)]
+        write_json(args.output, table)
+    sections = [results.sets_table(table)]
     for label, record in records.items():
         if record.get("endpoint"):
             from contaccum.evaluation.endpoint import endpoint_tables
@@ -163,17 +138,6 @@ def run(argv: Sequence[str]) -> int:
     return 0 if all(is_met for is_met, _ in requirements) else 1
 
 
-def _require_one_tower(model: DualEncoder) -> None:
-    """Raise `ConfigError` for a model that one embedding server cannot serve."""
-    from contaccum.encoders.settings import is_tied
-
-    if not is_tied(model):
-        raise ConfigError(
-            "this model has two towers, which need two servers: name the server of the "
-            "documents by --endpoint, and the server of the queries by --query_endpoint"
-        )
-
-
 def _parse_arguments(argv: Sequence[str]) -> argparse.Namespace:
     """Parse the command line, and refuse options that cannot be combined."""
     parser = Parser(
@@ -190,7 +154,7 @@ def _parse_arguments(argv: Sequence[str]) -> argparse.Namespace:
         metavar="SET",
         help="BEIR folders, names of public BEIR sets, or beir for all public sets",
     )
-    parser.add_model("the encoder to search with: a folder, or a name on the model hub")
+    parser.add_argument("model", nargs="?", metavar="MODEL", help=MODEL_HELP)
     parser.add_argument(
         "--run",
         type=Path,
@@ -206,18 +170,10 @@ def _parse_arguments(argv: Sequence[str]) -> argparse.Namespace:
         "default: %(default)s",
     )
     parser.add_argument(
-        "--k_values",
-        nargs="+",
-        type=int,
-        default=DEFAULT_K_VALUES,
-        metavar="K",
-        help=f"cut-offs of the metrics; default: {' '.join(map(str, DEFAULT_K_VALUES))}",
-    )
-    parser.add_argument(
         "--metrics",
         nargs="+",
         metavar="METRIC@K",
-        help="metrics that the tables show; the records hold all metrics",
+        help="metrics that the tables show; the records hold more",
     )
     parser.add_argument(
         "--baseline",
@@ -247,7 +203,6 @@ def _parse_arguments(argv: Sequence[str]) -> argparse.Namespace:
     )
     parser.add_argument("--split", help="split of the judgements; default: test, for msmarco dev")
     args = parser.parse(argv)
-    args.k_values = metrics.check_k_values(args.k_values)
     if (args.model is None) == (args.run is None):
         raise ConfigError(
             "name either a MODEL to search with, or a --run to score; write MODEL before options "

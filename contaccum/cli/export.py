@@ -6,7 +6,7 @@ import argparse
 from collections.abc import Sequence
 from pathlib import Path
 
-from contaccum.cli.options import Parser, load_model, print_at_once
+from contaccum.cli.options import MODEL_HELP, Parser, load_model, print_at_once
 from contaccum.encoders.names import require_model
 from contaccum.files import require_new_folder
 
@@ -50,7 +50,7 @@ def _parse_arguments(argv: Sequence[str]) -> argparse.Namespace:
         "trust_remote_code",
         usage="contaccum export MODEL OUT [OPTIONS]",
     )
-    parser.add_argument("model", metavar="MODEL", help="a folder, or a name on the model hub")
+    parser.add_argument("model", metavar="MODEL", help=MODEL_HELP)
     parser.add_argument("folder", type=Path, metavar="OUT", help="the new folder")
     parser.add_argument(
         "--dtype",

@@ -40,29 +40,11 @@ def run(argv: Sequence[str]) -> int:
     from contaccum.experiments.fit import fit
     from contaccum.experiments.verdict import BETTER
 
-    result = fit(
-        args.data,
-        args.model,
-        args.budget,
-        args.output,
-        corpus=args.corpus,
-        corpus_columns=args.corpus_columns,
-        data_format=args.data_format,
-        data_columns=args.data_columns,
-        on_bad_record=args.on_bad_record,
-        min_score=args.min_score,
-        dev=args.dev,
-        test=args.test,
-        future=args.future,
-        bm25=args.bm25,
-        guard=args.guard,
-        print_line=print_at_once,
-        **settings,
-    )
+    options = vars(args)
+    required_word = options.pop("require")
+    result = fit(**options, print_line=print_at_once, **settings)
     words = {verdict.word for verdict in result.verdicts.values()}
-    if args.require is not None and words != {BETTER}:
-        return EXIT_CODE_NOT_BETTER
-    return 0
+    return EXIT_CODE_NOT_BETTER if required_word and words != {BETTER} else 0
 
 
 def _require_files(args: argparse.Namespace) -> None:
@@ -111,8 +93,19 @@ def _make_parser() -> Parser:
         metavar="PATH",
         help="documents; dev and test are searched in all of them",
     )
-    parser.add_budget_options(
-        "the whole command, with the final training and the test", Path("runs/fit")
+    parser.add_argument(
+        "--budget",
+        default="30m",
+        metavar="TIME",
+        help="wall-clock time of the whole command, with the final training and the test, such as "
+        "90s, 30m or 2h; default: %(default)s",
+    )
+    parser.add_argument(
+        "--output",
+        type=Path,
+        default=Path("runs/fit"),
+        metavar="DIR",
+        help="folder of all results; default: %(default)s",
     )
     parser.add_data_options()
     parser.add_argument(

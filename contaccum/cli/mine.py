@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from contaccum import mining
-from contaccum.cli.options import ENCODING_OPTIONS, Parser, load_model, print_at_once
+from contaccum.cli.options import ENCODING_OPTIONS, MODEL_HELP, Parser, load_model, print_at_once
 from contaccum.data.dataset import parse_training_sets
 from contaccum.encoders.names import require_model
 from contaccum.errors import ConfigError
@@ -90,8 +90,8 @@ def _parse_arguments(argv: Sequence[str]) -> argparse.Namespace:
         *ENCODING_OPTIONS,
         usage="contaccum mine [MODEL] --data DATA --output PATH [OPTIONS]",
     )
-    parser.add_model(
-        "the encoder: a folder, or a name on the model hub; leave it out with --method bm25"
+    parser.add_argument(
+        "model", nargs="?", metavar="MODEL", help=f"{MODEL_HELP}; leave it out with --method bm25"
     )
     parser.add_argument(
         "--data",

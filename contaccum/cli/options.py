@@ -6,7 +6,6 @@ import argparse
 import os
 from collections.abc import Sequence
 from functools import partial
-from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn
 
 from contaccum.defaults import PRECISIONS
@@ -47,14 +46,6 @@ class Parser(argparse.ArgumentParser):
         """Raise `ConfigError` with argparse's message."""
         raise ConfigError(f"{message} (see {self.prog} --help)")
 
-    def add_model(self, help_text: str) -> None:
-        """Add the positional argument MODEL, which can also be given as ``--model``."""
-        # Without SUPPRESS, a MODEL that is not given would overwrite the value of --model.
-        self.add_argument(
-            "model", nargs="?", metavar="MODEL", default=argparse.SUPPRESS, help=help_text
-        )
-        self.add_argument("--model", help=argparse.SUPPRESS)
-
     def add_data_options(self) -> None:
         """Add the options that determine how training data are read."""
         self.add_argument(
@@ -67,22 +58,6 @@ class Parser(argparse.ArgumentParser):
             nargs="+",
             metavar="ROLE=NAME",
             help="column names in the data, such as query=question positive=answer",
-        )
-
-    def add_budget_options(self, covered: str, output: Path) -> None:
-        """Add ``--budget``, the time of what is ``covered``, and ``--output`` with its default."""
-        self.add_argument(
-            "--budget",
-            default="30m",
-            metavar="TIME",
-            help=f"wall-clock time of {covered}, such as 90s, 30m or 2h; default: %(default)s",
-        )
-        self.add_argument(
-            "--output",
-            type=Path,
-            default=output,
-            metavar="DIR",
-            help="folder of all results; default: %(default)s",
         )
 
     def add_held_out_options(self) -> None:
@@ -159,6 +134,8 @@ def parse_positive_int(text: str) -> int:
         raise argparse.ArgumentTypeError(f"must be at least 1, got {text}")
     return value
 
+
+MODEL_HELP = "the encoder: a folder, or a name on the model hub"
 
 SHARED_OPTIONS: dict[str, dict[str, Any]] = {
     "corpus_columns": {

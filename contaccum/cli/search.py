@@ -17,6 +17,7 @@ from pathlib import Path
 
 from contaccum.cli.options import (
     ENCODING_OPTIONS,
+    MODEL_HELP,
     Parser,
     load_model,
     parse_positive_int,
@@ -201,7 +202,7 @@ def _parse_arguments(argv: Sequence[str]) -> argparse.Namespace:
         *ENCODING_OPTIONS,
         usage="contaccum search MODEL --store FOLDER [QUESTION ... | --queries PATH] [OPTIONS]",
     )
-    parser.add_model("the encoder that wrote the store: a folder, or a name on the model hub")
+    parser.add_argument("model", metavar="MODEL", help=MODEL_HELP)
     parser.add_argument(
         "--store",
         type=Path,
@@ -260,8 +261,6 @@ def _parse_arguments(argv: Sequence[str]) -> argparse.Namespace:
         "the whole store",
     )
     args = parser.parse(argv)
-    if args.model is None:
-        parser.error("name a MODEL to encode the queries with")
     if args.queries is not None and args.questions:
         raise ConfigError("--queries with a QUESTION: give one of them")
     if not 0.0 <= (args.bm25_weight or 0.0) <= 1.0:

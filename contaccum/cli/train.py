@@ -17,6 +17,26 @@ from contaccum.retrieval.store import EmbeddingStore
 from contaccum.settings import Settings, add_options, read, replace, require_complete
 
 
+@contextmanager
+def _log_to_stderr() -> Iterator[None]:
+    """Write the log messages of contaccum and of other libraries to standard error.
+
+    Each message is one line without a prefix. The level of contaccum's logger is INFO in the block.
+    """
+    root_logger = logging.getLogger()
+    logger = logging.getLogger("contaccum")
+    previous_level = logger.level
+    handler = logging.StreamHandler()
+    root_logger.addHandler(handler)
+    logger.setLevel(logging.INFO)
+    try:
+        yield
+    finally:
+        root_logger.removeHandler(handler)
+        logger.setLevel(previous_level)
+
+
+@_log_to_stderr()
 def run(argv: Sequence[str]) -> int:
     """Train by ``[CONFIG.yaml ...] [--key value ...]``, save the model, and return exit code 0.
 
@@ -24,13 +44,16 @@ def run(argv: Sequence[str]) -> int:
         UserError: if the options, the data or the model cannot be used.
     """
     if "-h" in argv or "--help" in argv:
-        make_help_parser().parse(["--help"])  # this call ends the process
-    with _log_to_stderr():
-        return _train(argv)
-
-
-def _train(argv: Sequence[str]) -> int:
-    """Train and save the model, and return exit code 0."""
+        parser = Parser(
+            "train",
+            "Train a retriever. YAML configs have the same keys as the command line. A later "
+            "config overrides an earlier one, and the command line overrides all configs. All "
+            "other arguments of sentence-transformers' and transformers' TrainingArguments can be "
+            "used as well.",
+            usage="contaccum train [CONFIG.yaml ...] [--key value ...]",
+        )
+        add_options(parser)
+        parser.parse(["--help"])  # this call ends the process
     settings = replace(Settings(), **read(argv))
     require_complete(settings)
     print_at_once(f"training {settings.model} by {settings.method}")
@@ -64,38 +87,3 @@ def _require_files(settings: Settings) -> None:
     for corpus in (settings.corpus, settings.second_stage):
         if corpus is not None:
             require_texts(Path(corpus))
-
-
-def make_help_parser() -> Parser:
-    """Return a parser that shows the options in `--help`; `contaccum.settings.read` parses them."""
-    parser = Parser(
-        "train",
-        "Train a retriever. YAML configs have the same keys as the command line. A later config "
-        "overrides an earlier one, and the command line overrides all configs.",
-        usage="contaccum train [CONFIG.yaml ...] [--key value ...]",
-    )
-    add_options(parser)
-    parser.epilog = (
-        "All other arguments of sentence-transformers' and transformers' TrainingArguments can be "
-        "used as well."
-    )
-    return parser
-
-
-@contextmanager
-def _log_to_stderr() -> Iterator[None]:
-    """Write the log messages of contaccum and of other libraries to standard error.
-
-    Each message is one line without a prefix. The level of contaccum's logger is INFO in the block.
-    """
-    root_logger = logging.getLogger()
-    logger = logging.getLogger("contaccum")
-    previous_level = logger.level
-    handler = logging.StreamHandler()
-    root_logger.addHandler(handler)
-    logger.setLevel(logging.INFO)
-    try:
-        yield
-    finally:
-        root_logger.removeHandler(handler)
-        logger.setLevel(previous_level)

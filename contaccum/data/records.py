@@ -347,6 +347,8 @@ class RecordSource:
         if is_llama_index_file(self.path):
             self.path = convert_llama_index(self.path, split)
         self._columns = parse_columns(columns)
+        if data_format not in (None, "hub", "beir"):
+            read_head(self.path)  # refuses a file that cannot be read
         self.data_format = cast(DataFormat, data_format or sniff_format(self.path, self._columns))
         self._split = split
         self._needs_scores = needs_scores

@@ -9,6 +9,7 @@ import logging
 import os
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -27,9 +28,10 @@ from contaccum.evaluation.results import EvaluationResult, read_result, write_re
 from contaccum.files import fingerprint
 
 if TYPE_CHECKING:
+    import numpy as np
     from sentence_transformers import SentenceTransformer
 
-    from contaccum.retrieval.search import Encode
+    from contaccum.encoders.settings import Kind
 
 
 logger = logging.getLogger(__name__)
@@ -60,10 +62,9 @@ def load_data(
     split: str | None = None,
     on_bad_record: OnBadRecord = "stop",
 ) -> BeirDataset:
-    """Load a BEIR data set.
+    """Load a BEIR data set: a BEIR folder or a public name; see `resolve_beir_data`.
 
     Args:
-        source: a BEIR folder or a public name; see `resolve_beir_data`.
         split: split of the judgements; None: the default split of the data set.
         on_bad_record: "stop" or "skip" at a record that cannot be used.
 
@@ -81,8 +82,7 @@ def evaluate_beir(
     k_values: Sequence[int] = DEFAULT_K_VALUES,
     model_name: str | None = None,
     show_progress: bool = True,
-    encode_queries: Encode | None = None,
-    encode_documents: Encode | None = None,
+    embeddings: Mapping[Kind, np.ndarray] | None = None,
     **settings: Any,
 ) -> EvaluationResult:
     """Encode the corpus and the queries of a data set, search, and score.
@@ -93,8 +93,7 @@ def evaluate_beir(
         k_values: cut-offs of the metrics. As many documents as the largest are retrieved.
         model_name: name of the model in the record.
         show_progress: show progress bars.
-        encode_queries, encode_documents: functions that encode in place of the model; see
-            `FaissSearcher`.
+        embeddings: see `FaissSearcher`.
         settings: index, index_parameters, batch_size and precision of `FaissSearcher`; similarity,
             "cos" or "dot" (the model's own, or cosine, if there is none).
 
@@ -109,11 +108,7 @@ def evaluate_beir(
     identity = fingerprint(plan)
     similarity = settings.pop("similarity", None)
     searcher = FaissSearcher(
-        model,
-        show_progress_bar=show_progress,
-        encode_queries=encode_queries,
-        encode_documents=encode_documents,
-        **settings,
+        model, show_progress_bar=show_progress, embeddings=embeddings, **settings
     )
     run = searcher.search(dataset.corpus, dataset.queries, max(k_values), similarity)
     plan["search"].update(searcher.search_details)
@@ -180,35 +175,25 @@ def evaluate_once(
     A record is used again if it has the same identity: model, data, settings and metrics. So an
     evaluation of many sets goes on after an interruption.
     """
-    if file.exists():
+    with suppress(DataError):  # there is no record, or a damaged one
         record = read_result(file)
         plan = _plan(model, dataset, k_values, model_name, **settings)
         if record.get("identity") == fingerprint(plan):
             print_line(f"kept: {file} (same model, data and settings)")
             return record
     result = evaluate_beir(model, dataset, k_values, model_name, show_progress, **settings)
-    write_result(result, file)
-    return result.record()
+    return write_result(result, file)
 
 
 def score_beir_run(
     dataset: BeirDataset, run: Mapping[str, Mapping[str, float]], k_values: Sequence[int], name: str
 ) -> EvaluationResult:
-    """Score the run of any system.
-
-    Judged queries without results count as zero. Results of other queries and documents with the
-    id of their query are ignored.
-
-    Args:
-        dataset: the data set.
-        run: {query id: {document id: score}}.
-        k_values: cut-offs of the metrics.
-        name: name of the system in the result.
+    """Score the run of any system, whose name is in the result, as `score_run` does.
 
     Raises:
         DataError: the run has results for none of the judged queries.
     """
-    max_k = max(check_k_values(k_values))
+    max_k = max(k_values)
     judged_run = {query: dict(run[query]) for query in dataset.qrels if query in run}
     if not judged_run:
         raise DataError(

@@ -22,7 +22,7 @@ from urllib3.util import Retry
 from contaccum.data import BeirDataset
 from contaccum.data.corpus import get_passage_texts
 from contaccum.encoders.export import compute_cosines
-from contaccum.encoders.settings import Kind, get_prompt
+from contaccum.encoders.settings import Kind, get_prompt, is_tied
 from contaccum.errors import ConfigError, UserError, quoted
 from contaccum.evaluation.beir import evaluate_beir
 from contaccum.evaluation.results import EvaluationResult, markdown_table
@@ -48,10 +48,8 @@ def embed(
 
     Args:
         url: base URL, or the URL with /v1 or /v1/embeddings at its end.
-        texts: k texts.
+        texts: k texts, ``batch_size`` in each request.
         served_model: name of the model in requests.
-        batch_size: texts per request.
-        show_progress: show a progress bar.
 
     Raises:
         UserError: the server does not answer, or not with k embeddings.
@@ -98,8 +96,11 @@ def _add_key(request: requests.PreparedRequest) -> requests.PreparedRequest:
 def evaluate_endpoint(
     model: SentenceTransformer,
     dataset: BeirDataset,
-    urls: Mapping[Kind, str],
-    served_model: str,
+    url: str,
+    query_url: str | None = None,
+    served_model: str | None = None,
+    *,
+    model_name: str,
     batch_size: int = 32,
     precision: str = "float32",
     show_progress: bool = True,
@@ -108,10 +109,11 @@ def evaluate_endpoint(
     """Evaluate the servers of a model's queries and documents, and compare them with the model.
 
     Args:
-        urls: the servers of the "query" and of the "document" texts; see `embed`.
-        served_model: name of the model in requests.
+        url: the server; see `embed`.
+        query_url: the server of the queries, if the model has two towers.
+        served_model: name of the model in requests; None: ``model_name``.
         batch_size: texts per request, and per forward pass of the model.
-        precision, show_progress, settings: further arguments of `evaluate_beir`.
+        model_name, precision, show_progress, settings: further arguments of `evaluate_beir`.
 
     Returns:
         The result of the servers. Its ``endpoint`` is the comparison with the model.
@@ -119,15 +121,25 @@ def evaluate_endpoint(
     Raises:
         UserError: a server gives no embeddings of the model.
     """
-    by_server = {}
-    by_model = {}
+    if query_url is None and not is_tied(model):
+        raise ConfigError(
+            "this model has two towers, which need two servers: name the server of the "
+            "documents by --endpoint, and the server of the queries by --query_endpoint"
+        )
+    by_server: dict[Kind, np.ndarray] = {}
+    by_model: dict[Kind, np.ndarray] = {}
     samples = []
-    texts = {"query": list(dataset.queries.values()), "document": get_passage_texts(dataset.corpus)}
-    for kind, url in urls.items():
-        prompt = get_prompt(model, kind)
-        with_prompt = [prompt + text for text in texts[kind]]
+    queries = list(dataset.queries.values())
+    documents = get_passage_texts(dataset.corpus)
+    kinds: list[tuple[Kind, str, list[str]]] = [
+        ("query", query_url or url, queries),
+        ("document", url, documents),
+    ]
+    served_model = served_model or model_name
+    for kind, url, texts in kinds:
+        with_prompt = [get_prompt(model, kind) + text for text in texts]
         served = embed(url, with_prompt, served_model, batch_size, show_progress)
-        expected = encode_texts(model, texts[kind], kind, batch_size, precision, show_progress)
+        expected = encode_texts(model, texts, kind, batch_size, precision, show_progress)
         if served.shape != expected.shape:
             raise UserError(
                 f"{url}: embeddings of shape {served.shape} instead of {expected.shape}: serve "
@@ -150,19 +162,13 @@ def evaluate_endpoint(
         by_server[kind] = served
         by_model[kind] = expected
 
-    def evaluate(embeddings: Mapping[Kind, np.ndarray]) -> EvaluationResult:
-        return evaluate_beir(
-            model,
-            dataset,
-            encode_queries=lambda *_: embeddings["query"],
-            encode_documents=lambda *_: embeddings["document"],
-            precision=precision,
-            **settings,
-        )
-
-    result = evaluate(by_server)
+    settings = {"model_name": model_name, "precision": precision, **settings}
+    result, expected_result = (
+        evaluate_beir(model, dataset, embeddings=embeddings, **settings)
+        for embeddings in (by_server, by_model)
+    )
     result.identity = None  # whatever the server may answer the next time
-    result.endpoint = {"samples": samples, "model_metrics": evaluate(by_model).metrics}
+    result.endpoint = {"samples": samples, "model_metrics": expected_result.metrics}
     return result
 
 

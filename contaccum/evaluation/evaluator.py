@@ -13,6 +13,7 @@ from sentence_transformers import SentenceTransformer
 from sentence_transformers.sentence_transformer.evaluation import SentenceEvaluator
 
 from contaccum.data import BeirDataset
+from contaccum.data.corpus import get_passage_texts
 from contaccum.evaluation.beir import describe_data
 from contaccum.evaluation.metrics import (
     DEFAULT_METRICS,
@@ -104,37 +105,25 @@ class RetrievalEvaluator(SentenceEvaluator):
         """Return the model's ``metrics``, means over the judged queries."""
         return self.score_run(self.search(model))
 
-    def score_bm25(self) -> dict[str, float]:
-        """Return BM25's ``metrics`` on the same data."""
-        return self.score_run(self.search_bm25())
-
     def search(self, model: SentenceTransformer, show_progress: bool = False) -> Run:
         """Find the best documents of every query, as many as the largest cut-off, with a model.
 
         Raises:
             ConfigError: the store of `documents` was encoded by another model.
         """
-        from contaccum.retrieval.encode import check_store_fits
         from contaccum.retrieval.search import FaissSearcher
 
-        encode_documents = None
+        embeddings = {}
         if self.documents is not None:
-            check_store_fits(model, self.documents.store)
-            encode_documents = self._get_fixed_embeddings
+            embeddings["document"] = self._get_document_embeddings(model, self.documents)
         searcher = FaissSearcher(
-            model,
-            self.batch_size,
-            show_progress_bar=show_progress,
-            encode_documents=encode_documents,
+            model, self.batch_size, show_progress_bar=show_progress, embeddings=embeddings
         )
         max_k = self._k_values[-1]
         return searcher.search(self.dataset.corpus, self.dataset.queries, max_k, self.similarity)
 
     def search_bm25(self) -> Run:
-        """Find the best documents of every query, as many as the largest cut-off, by BM25.
-
-        A warning says if it finds no relevant document for any query.
-        """
+        """Find as many documents by BM25; warn if none of them is relevant for any query."""
         from contaccum.retrieval.bm25 import bm25_run
 
         run = bm25_run(self.dataset.corpus, self.dataset.queries, self._k_values[-1])
@@ -156,16 +145,18 @@ class RetrievalEvaluator(SentenceEvaluator):
         self.query_scores = {query: scores[primary_name] for query, scores in per_query.items()}
         return {name: means[beir_names[name]] for name in self.metrics}
 
-    def _get_fixed_embeddings(self, model: SentenceTransformer, texts: Sequence[str]) -> np.ndarray:
-        """Return the embeddings of the corpus, float32 (N, d), when documents do not change.
+    def _get_document_embeddings(
+        self, model: SentenceTransformer, documents: StoreDocuments
+    ) -> np.ndarray:
+        """Return the embeddings of the corpus, float32 (N, d), which a store has.
 
-        They are read from the store. Texts that the store lacks are encoded in the first call.
+        Texts that the store lacks are encoded in the first call.
         """
-        from contaccum.retrieval.encode import encode_texts
+        from contaccum.retrieval.encode import check_store_fits, encode_texts
 
-        documents = self.documents
-        assert documents is not None
+        check_store_fits(model, documents.store)
         if self._fixed_embeddings is None or self._fixed_embeddings[0] is not documents:
+            texts = get_passage_texts(self.dataset.corpus)
             embeddings = np.empty((len(texts), documents.dimension), dtype=np.float32)
             stored_indices, stored_embeddings = documents.find_embeddings(texts)
             embeddings[stored_indices] = stored_embeddings

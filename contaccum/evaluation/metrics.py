@@ -8,7 +8,7 @@ trec_eval's.
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -125,10 +125,7 @@ def warn_of_ignored_judgements(qrels: Mapping[str, Mapping[str, int]], name: str
 
 
 def sort_as_trec_eval(hits: Mapping[str, float]) -> list[tuple[str, float]]:
-    """Sort {document id: score} as trec_eval does: by score, then by id, both descending.
-
-    trec_eval holds scores in float32, so scores that differ by less than that are equal.
-    """
+    """Sort {document id: score} as trec_eval does: by score in float32, then by id, descending."""
     float32_scores = np.fromiter(hits.values(), dtype=np.float32, count=len(hits)).tolist()
     ranking = sorted(zip(float32_scores, hits, strict=True), reverse=True)
     return [(document_id, hits[document_id]) for _, document_id in ranking]
@@ -139,30 +136,23 @@ def metric_names(k_values: Sequence[int]) -> list[str]:
     return [f"{family}@{k}" for family in _METRIC_FAMILIES for k in k_values]
 
 
-def check_metrics(names: Sequence[str] | None, k_values: Sequence[int]) -> tuple[str, ...]:
-    """Return the chosen metrics as `metric_names` writes them, each once.
-
-    Args:
-        names: metrics in any case; None: `MAIN_METRICS`, as far as ``k_values`` allow.
-        k_values: cut-offs that are computed.
+def check_metrics(names: Sequence[str] | None) -> tuple[str, ...]:
+    """Return metrics, named in any case, as `metric_names` writes them; None: `MAIN_METRICS`.
 
     Raises:
-        ConfigError: a metric does not exist, or has another cut-off.
+        ConfigError: a metric does not exist.
     """
-    available = {name.lower(): name for name in metric_names(k_values)}
-    if names is None:
-        names = [name for name in MAIN_METRICS if name.lower() in available]
-        names = names or [f"NDCG@{k_values[-1]}"]
-    chosen = []
-    for name in names:
-        key = check_metric(name)
-        if key not in available:
-            cut_offs = ", ".join(map(str, k_values))
-            raise ConfigError(
-                f"{name} is not computed with k_values {cut_offs}: --k_values sets other cut-offs"
-            )
-        chosen.append(available[key])
-    return tuple(dict.fromkeys(chosen))
+    written = {family.lower(): family for family in _METRIC_FAMILIES}
+    checked = []
+    for name in names or MAIN_METRICS:
+        family, _, k = check_metric(name).partition("@")
+        checked.append(f"{written[family]}@{k}")
+    return tuple(dict.fromkeys(checked))
+
+
+def get_k_values(names: Iterable[str]) -> tuple[int, ...]:
+    """Return `DEFAULT_K_VALUES` and the cut-offs of these metrics, in ascending order."""
+    return check_k_values([*DEFAULT_K_VALUES, *(int(name.partition("@")[2]) for name in names)])
 
 
 def check_metric(name: str) -> str:

@@ -99,14 +99,11 @@ class EvaluationResult:
         return {**{name: getattr(self, name) for name in names}, **provenance()}
 
 
-def write_result(result: EvaluationResult, path: str | os.PathLike[str]) -> tuple[Path, Path]:
-    """Write the run to ``<stem>.trec`` beside ``path``, and then the record to ``path``.
+def write_result(result: EvaluationResult, path: str | os.PathLike[str]) -> dict[str, Any]:
+    """Write the record to ``path`` and the run to ``<stem>.trec`` beside it; return the record.
 
     Each file appears as a whole or not at all, and earlier files stay until both are complete.
     Where a record is, its run is too.
-
-    Returns:
-        The paths of the record and of the run.
     """
     path = Path(path)
     run_path = path.with_suffix(".trec")
@@ -125,21 +122,32 @@ def write_result(result: EvaluationResult, path: str | os.PathLike[str]) -> tupl
                 os.fsync(opened)
         # A kill between the two renames must not leave an older record beside the new run.
         path.unlink(missing_ok=True)
-    return path, run_path
+    return record
 
 
 def read_result(path: str | os.PathLike[str]) -> dict[str, Any]:
     """Read a record that `write_result` wrote.
 
     Raises:
-        DataError: the file is missing, or is not a record of a result.
+        DataError: the file is missing or is not a record of a result, or a score in it is no number
+            between 0 and 1.
     """
-    record = read_json(path)
-    for key in ("metrics", "per_query", "data"):
+    record: dict[str, Any] = read_json(path)
+    for key in ("metrics", "per_query", "data", "search"):
         if not isinstance(record.get(key), dict):
             raise DataError(
-                f"{path}: not a results file, which has metrics, per_query and data; evaluate again"
+                f"{path}: not a results file, which has metrics, per_query, data and search; "
+                "evaluate again"
             )
+    for query, scores in [("(mean)", record["metrics"]), *record["per_query"].items()]:
+        for metric in record["metrics"]:
+            score = scores.get(metric) if isinstance(scores, dict) else None
+            # By type, because True is an int.
+            if type(score) not in (int, float) or not 0 <= score <= 1:
+                raise DataError(
+                    f"{path}: {metric} of query {quoted(query)} is no number between 0 and 1; "
+                    "evaluate again"
+                )
     return record
 
 
@@ -251,15 +259,18 @@ def markdown_table(header: Sequence[str], cells: Sequence[Sequence[Any]]) -> str
     return "\n".join(lines)
 
 
-def table_rows(files: Mapping[str, Path], records: Mapping[str, Mapping[str, Any]]) -> list[Row]:
-    """Return a row for each data set.
+def make_table(
+    files: Mapping[str, Path], records: Mapping[str, Mapping[str, Any]], shown: Sequence[str]
+) -> dict[str, Any]:
+    """Return the table of several sets, as the JSON file holds it.
 
     If all twelve parts of CQADupStack are there, they are one row: their mean, in which each part
     has the same weight.
 
     Args:
         files: {label of a set: file of its record}.
-        records: {label of a set: its record}.
+        records: {label of a set: its record}, of one model and the same settings.
+        shown: metrics that `sets_table` shows.
     """
     rows: list[Row] = []
     parts: list[Row] = []
@@ -274,31 +285,43 @@ def table_rows(files: Mapping[str, Path], records: Mapping[str, Mapping[str, Any
         }
         (parts if label in _CQADUPSTACK_LABELS else rows).append(row)
     if len(parts) < len(_CQADUPSTACK_LABELS):
-        return [*rows, *parts]
-    mean_row = {
-        "name": "cqadupstack",
-        "split": parts[0]["split"],
-        "queries": sum(part["queries"] for part in parts),
-        "documents": sum(part["documents"] for part in parts),
-        "metrics": mean_metrics(parts),
-        "parts": parts,
+        rows += parts
+    else:
+        mean_row = {
+            "name": "cqadupstack",
+            "split": parts[0]["split"],
+            "queries": sum(part["queries"] for part in parts),
+            "documents": sum(part["documents"] for part in parts),
+            "metrics": _mean_metrics(parts),
+            "parts": parts,
+        }
+        rows.append(mean_row)
+    first = next(iter(records.values()))  # the values that are read are equal in all records
+    return {
+        "model": first["model"],
+        "tokenisation": first["tokenisation"],
+        "precision": first["precision"],
+        "search": {name: first["search"].get(name) for name in ("index", "index_parameters", "k")},
+        "shown": list(shown),
+        "sets": rows,
+        "mean": _mean_metrics(rows),
+        **provenance(),
     }
-    return [*rows, mean_row]
 
 
-def sets_table(rows: Sequence[Row], names: Sequence[str]) -> str:
-    """Return a Markdown table of the metrics ``names`` of all rows, and their mean."""
+def sets_table(table: Mapping[str, Any]) -> str:
+    """Return the Markdown of a table of sets, and of their mean if there are several."""
+    names = table["shown"]
     cells = []
-    for row in rows:
+    for row in table["sets"]:
         scores = [row["metrics"][name] for name in names]
         cells.append([row["name"], row["split"], row["queries"], *scores])
-    if len(rows) > 1:
-        means = mean_metrics(rows)
-        cells.append(["mean", "", "", *(means[name] for name in names)])
+    if len(cells) > 1:
+        cells.append(["mean", "", "", *(table["mean"][name] for name in names)])
     return markdown_table(["data", "split", "queries", *names], cells)
 
 
-def mean_metrics(rows: Sequence[Row]) -> dict[str, float]:
+def _mean_metrics(rows: Sequence[Row]) -> dict[str, float]:
     """Return the mean of every metric over rows, which all have the same weight."""
     return {name: fmean(row["metrics"][name] for row in rows) for name in rows[0]["metrics"]}
 
@@ -317,7 +340,7 @@ def read_previous(path: Path, metric: str) -> dict[str, Scores]:
         {fingerprint of a data set: {query id: score}}.
 
     Raises:
-        DataError: the file is not a result, or lacks the metric or a score between 0 and 1.
+        DataError: the file is not a result, or lacks the metric.
     """
     content = read_json(path)
     files = [path]
@@ -333,16 +356,7 @@ def read_previous(path: Path, metric: str) -> dict[str, Scores]:
         record = read_result(file)
         if metric not in record["metrics"]:
             raise DataError(f"{file}: has no {metric} (name another as the first of --metrics)")
-        scores: dict[str, float] = {}
-        for query, values in record["per_query"].items():
-            score: Any = values.get(metric) if isinstance(values, dict) else None
-            # By type, because True is an int.
-            if type(score) not in (int, float) or not 0 <= score <= 1:
-                raise DataError(
-                    f"{file}: {metric} of query {quoted(query)} is no number between 0 and 1; "
-                    "evaluate again"
-                )
-            scores[query] = score
+        scores = {query: values[metric] for query, values in record["per_query"].items()}
         previous[str(record["data"].get("fingerprint"))] = scores
     return previous
 

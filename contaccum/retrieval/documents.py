@@ -13,6 +13,7 @@ from typing import Any
 import numpy as np
 import torch
 from torch import Tensor
+from torch.nn.utils.rnn import pad_sequence
 
 from contaccum.bank.full_softmax import NO_ROW, DocumentBlock
 from contaccum.data.sampling import text_ids
@@ -91,7 +92,8 @@ class StoreDocuments:
             Two int64 arrays (f,) with an entry per match: the index of the hash in ``ids``, and
             the row of the document. Several copies of a text give several matches.
         """
-        first_positions, counts = self._find_positions(ids)
+        first_positions = np.searchsorted(self._sorted_text_ids, ids, side="left")
+        counts = np.searchsorted(self._sorted_text_ids, ids, side="right") - first_positions
         indices = np.repeat(np.arange(len(ids)), counts)
         # The matches of a hash lie next to each other in the sorted order: its first position plus
         # 0, 1, 2, ...
@@ -100,22 +102,13 @@ class StoreDocuments:
         positions = np.repeat(first_positions, counts) + match_numbers
         return indices, self._rows_by_text_id[positions]
 
-    def _find_positions(self, ids: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-        """Return where each of k hashes begins in the sorted order, and how often it is there."""
-        first_positions = np.searchsorted(self._sorted_text_ids, ids, side="left")
-        end_positions = np.searchsorted(self._sorted_text_ids, ids, side="right")
-        return first_positions, end_positions - first_positions
-
     def contains(self, ids: np.ndarray) -> np.ndarray:
         """Return for each of these hashes, int64 (k,), if a document has the text, bool (k,)."""
-        _, counts = self._find_positions(ids)
-        return counts > 0
+        indices, _ = self.match_text_ids(ids)
+        return np.isin(np.arange(len(ids)), indices)
 
     def get_embeddings(self, rows: Tensor) -> Tensor:
-        """Return the embeddings of some rows, int64 (k,), as float32 (k, d) on the same device.
-
-        They are L2-normalised if the similarity is cosine.
-        """
+        """Return the embeddings of rows, int64 (k,), as float32 (k, d) on the same device."""
         embeddings = torch.from_numpy(self._read_rows(rows.cpu().numpy()))
         if self.similarity == "cos":
             embeddings = torch.nn.functional.normalize(embeddings, dim=-1)
@@ -187,11 +180,7 @@ class PositiveRows:
         self._rows = rows[order]
 
     def label_batch(self, queries: Sequence[str], positives: Sequence[str]) -> Tensor:
-        """Return the rows of each query's known positives.
-
-        Args:
-            queries: n texts.
-            positives: the text of each query's positive in this batch.
+        """Return the rows of each query's known positives, given its positive in this batch.
 
         Returns:
             int64 (n, w), with w the largest number of rows of a query: the row of the positive in
@@ -203,7 +192,7 @@ class PositiveRows:
         query_ids = text_ids(queries)
         first_positions = np.searchsorted(self._sorted_query_ids, query_ids, side="left")
         end_positions = np.searchsorted(self._sorted_query_ids, query_ids, side="right")
-        row_lists: list[list[int]] = []
+        labels = []
         for first, end, positive_id, positive in zip(
             first_positions, end_positions, text_ids(positives).tolist(), positives, strict=True
         ):
@@ -214,9 +203,5 @@ class PositiveRows:
                     "to the corpus and encode the corpus again)"
                 )
             other_positives = {*self._rows[first:end].tolist(), *copies} - {copies[0]}
-            row_lists.append([copies[0], *sorted(other_positives)])
-        longest = max(map(len, row_lists))
-        labels = torch.full((len(row_lists), longest), NO_ROW)
-        for index, rows in enumerate(row_lists):
-            labels[index, : len(rows)] = torch.tensor(rows)
-        return labels
+            labels.append(torch.tensor([copies[0], *sorted(other_positives)]))
+        return pad_sequence(labels, batch_first=True, padding_value=NO_ROW)

@@ -49,10 +49,8 @@ def search_slices(
 ) -> tuple[np.ndarray, np.ndarray]:
     """Find the k best documents of n queries exactly, on the CPU.
 
-    The corpus is searched in slices of at most `SLICE_BYTES` as float32.
-
     Args:
-        corpus: embeddings (N, d) of the documents.
+        corpus: embeddings (N, d) of the documents, of which a slice is in memory as float32.
         queries: the result of `prepare_vectors`, (n, d).
         k: number of documents per query, at most N.
         metric: "cos" or "dot".
@@ -83,11 +81,6 @@ def search_slices(
         scores, rows = faiss.knn(group, documents, num_results, faiss.METRIC_INNER_PRODUCT)
         heap.add_result(scores, rows + start)
 
-    slice_size = min(get_slice_size(dimension), num_rows)
-    buffer = None
-    if metric == "cos":
-        # Reused, because allocating memory for every slice costs more than writing to it.
-        buffer = np.empty((slice_size, dimension), dtype=np.float32)
     workers = ThreadPoolExecutor(
         num_workers,
         initializer=faiss.omp_set_num_threads,
@@ -99,12 +92,11 @@ def search_slices(
     faiss.cvar.distance_compute_blas_threshold = 8 * dimension
     try:
         with workers, tqdm(total=num_rows, desc="Searching", disable=not show_progress) as progress:
-            for start, block in list_blocks(corpus, slice_size):
-                documents = prepare_vectors(block, metric, "document embedding", start, buffer)
+            for start, documents in list_slices(corpus, metric):
                 add = partial(add_results, documents, start)
                 # list() waits for all groups, and raises the error of a group that failed.
                 list(workers.map(add, query_groups, heaps))
-                progress.update(len(block))
+                progress.update(len(documents))
     finally:
         faiss.cvar.distance_compute_blas_threshold = blas_threshold
     for heap in heaps:
@@ -119,19 +111,16 @@ def prepare_vectors(
     first_row: int = 0,
     out: np.ndarray | None = None,
 ) -> np.ndarray:
-    """Convert vectors to contiguous float32; L2-normalise a copy if the metric is "cos".
+    """Return n vectors as contiguous float32 (n, d), L2-normalised if the metric is "cos".
 
     A zero vector stays zero.
 
     Args:
-        vectors: (n, d).
+        vectors: (n, d); they are not changed.
         metric: "cos" or "dot".
         description: name of a vector in errors, such as "query embedding".
         first_row: number of the first vector in errors.
         out: array for the normalised copy, at least (n, d).
-
-    Returns:
-        float32 (n, d).
 
     Raises:
         UserError: a vector or its squares hold NaN or infinity. FAISS would return row -1 for such
@@ -157,20 +146,16 @@ def _make_vector_error(description: str, row: int) -> UserError:
     )
 
 
-def get_slice_size(dimension: int) -> int:
-    """Return the number of float32 rows in a slice."""
-    return max(1, SLICE_BYTES // (4 * dimension))
-
-
-def split_over_devices(
-    corpus: Embeddings, devices: Sequence[torch.device]
-) -> list[DeviceEmbeddings]:
-    """Return one part of N embeddings for each device."""
-    bounds = [len(corpus) * number // len(devices) for number in range(len(devices) + 1)]
-    return [
-        DeviceEmbeddings(corpus, device, first_row, end_row)
-        for device, first_row, end_row in zip(devices, bounds, bounds[1:], strict=False)
-    ]
+def list_slices(embeddings: Embeddings, metric: Similarity) -> Iterator[tuple[int, np.ndarray]]:
+    """Yield the first row and the `prepare_vectors` of each slice; it is valid until the next."""
+    num_rows, dimension = embeddings.shape
+    size = min(max(1, SLICE_BYTES // (4 * dimension)), num_rows)
+    buffer = None
+    if metric == "cos":
+        # Reused, because allocating memory for every slice costs more than writing to it.
+        buffer = np.empty((size, dimension), dtype=np.float32)
+    for start, block in list_blocks(embeddings, size):
+        yield start, prepare_vectors(block, metric, "document embedding", start, buffer)
 
 
 def search_on_devices(

@@ -1,6 +1,5 @@
 """Search in embeddings: exact or with any FAISS index, and from texts behind BEIR's interface.
 
-`FaissSearcher` encodes texts and searches: ``EvaluateRetrieval(FaissSearcher(model))``.
 `build_index`, `open_index` and `search` work on embeddings, an array or a store of any size. "Flat"
 is exact and builds no index: `contaccum.retrieval.exact_search` searches the embeddings themselves.
 All other indexes are FAISS's, on the CPU or, with faiss-gpu, on GPUs. Scores are inner products;
@@ -27,28 +26,22 @@ from contaccum.distributed import world_size
 from contaccum.encoders.settings import Kind
 from contaccum.errors import ConfigError, DataError, is_out_of_memory
 from contaccum.files import AnyPath, atomic_file, read_json, write_json
-from contaccum.retrieval.encode import (
-    Similarity,
-    encode_texts,
-    get_similarity,
-)
+from contaccum.retrieval.encode import Similarity, encode_texts, get_similarity
 from contaccum.retrieval.exact_search import (
     DeviceEmbeddings,
     Embeddings,
-    get_slice_size,
-    list_blocks,
+    list_slices,
     prepare_vectors,
     search_on_devices,
     search_slices,
-    split_over_devices,
 )
 from contaccum.retrieval.store import EmbeddingStore
 
 if TYPE_CHECKING:
     import faiss
 
-Encode = Callable[[SentenceTransformer, Sequence[str]], np.ndarray]
-"""Function of a model and n texts that returns embeddings (n, d)."""
+GetIds = Callable[[np.ndarray], Sequence[str] | np.ndarray]
+"""Function that returns the ids of some rows."""
 
 # Number of results that an exact search returns beyond the k best. If the documents at positions k
 # and k + 1 have equal scores, the ids decide which of them is among the k best.
@@ -64,17 +57,14 @@ logger = logging.getLogger(__name__)
 
 
 class FaissSearcher:
-    """Searcher that encodes a corpus and queries with one model and searches with FAISS.
-
-    Its method `search` has the arguments and the result of BEIR's search classes.
+    """Searcher that encodes a corpus and queries with one model, for BEIR's `EvaluateRetrieval`.
 
     Args:
         model: a SentenceTransformer, which stays on its device.
         batch_size, precision: see `encode_texts`.
         index, index_parameters: FAISS factory string and search parameters; see `build_index`.
         show_progress_bar: show progress bars.
-        encode_queries, encode_documents: functions that return the embeddings (n, d) of the texts
-            of queries and of documents, given the model and the texts; None: `encode_texts`.
+        embeddings: embeddings (n, d) of all queries, or of all documents, in place of the model's.
 
     Attributes:
         search_details: the number of ``gpus`` of the last search and, for an approximate index, the
@@ -89,8 +79,7 @@ class FaissSearcher:
         index_parameters: str | None = None,
         precision: str = "float32",
         show_progress_bar: bool = True,
-        encode_queries: Encode | None = None,
-        encode_documents: Encode | None = None,
+        embeddings: Mapping[Kind, np.ndarray] | None = None,
     ) -> None:
         self.model = model
         self.batch_size = batch_size
@@ -98,8 +87,7 @@ class FaissSearcher:
         self.index_parameters = index_parameters
         self.precision = precision
         self.show_progress_bar = show_progress_bar
-        self.encode_queries = encode_queries
-        self.encode_documents = encode_documents
+        self.embeddings = embeddings or {}
         self.search_details: dict[str, int | dict[str, float]] = {}
 
     def search(
@@ -128,11 +116,10 @@ class FaissSearcher:
             ConfigError: the score function is unknown, or the index cannot be built.
         """
         metric = get_similarity(self.model, score_function)
-        query_embeddings = self._encode(list(queries.values()), "query", self.encode_queries)
+        query_embeddings = self._encode("query", list(queries.values()))
         dimension = query_embeddings.shape[1]
         check_factory(self.index, dimension, len(corpus), metric, self.index_parameters)
-        passages = get_passage_texts(corpus)
-        document_embeddings = self._encode(passages, "document", self.encode_documents)
+        document_embeddings = self._encode("document", get_passage_texts(corpus))
         index = build_index(
             document_embeddings, self.index, metric, list(corpus), self.index_parameters
         )
@@ -148,9 +135,9 @@ class FaissSearcher:
             run[query_id] = dict(list(hits.items())[:top_k])
         return run
 
-    def _encode(self, texts: Sequence[str], kind: Kind, encode: Encode | None) -> np.ndarray:
-        if encode is not None:
-            return encode(self.model, texts)
+    def _encode(self, kind: Kind, texts: Sequence[str]) -> np.ndarray:
+        if kind in self.embeddings:
+            return self.embeddings[kind]
         return encode_texts(
             self.model, texts, kind, self.batch_size, self.precision, self.show_progress_bar
         )
@@ -170,22 +157,19 @@ class DenseIndex:
         metric: "cos" or "dot".
         parameters: FAISS search parameters; None: FAISS's defaults.
         faiss_index: the FAISS index; None for "Flat", which searches the embeddings themselves.
-        gpus: numbers of the GPUs that search; the CPU searches if there are none. The embeddings,
-            if they have room, or a copy of the FAISS index stay in their memory as long as the
-            index lives.
+        gpus: devices that search with torch, or with copies of the FAISS index; if there are none,
+            FAISS searches on the CPU. What is copied to them stays in their memory as long as the
+            index lives, if it has room.
     """
 
     corpus: Embeddings
-    ids: Callable[[np.ndarray], Sequence[str] | np.ndarray]
+    ids: GetIds
     factory: str
     metric: Similarity
     parameters: str | None
     faiss_index: faiss.Index | None = None
-    gpus: Sequence[int] = ()
-    _embeddings_on_gpus: list[DeviceEmbeddings] = field(
-        default_factory=list, init=False, repr=False
-    )
-    _faiss_index_on_gpus: faiss.Index | None = field(default=None, init=False, repr=False)
+    gpus: Sequence[torch.device] = ()
+    _on_gpus: Any = field(default=None, init=False, repr=False)
 
 
 def build_index(
@@ -203,8 +187,7 @@ def build_index(
         factory: FAISS factory string. "Flat" is exact and runs on the GPUs of `find_gpus`, else
             on the CPU. "HNSW32", "IVF1024,Flat", "SQ8", "OPQ16_64,IVF256,PQ16" and others trade
             exactness for speed or memory. With faiss-gpu, inverted files with flat vectors, PQ or
-            SQ are built on the first GPU and searched on all of them. With cuVS in FAISS, the first
-            GPU builds and searches the graph of "HNSW32" (as CAGRA). Others run on the CPU.
+            SQ are built on the first GPU and searched on all of them; others run on the CPU.
         metric: "cos" or "dot"; None: the similarity of the store, "cos" for an array. With "cos",
             normalised copies are compared; the array of the caller does not change.
         ids: N document ids for an array; None: the row numbers. Documents with equal scores are
@@ -221,26 +204,20 @@ def build_index(
     num_rows, dimension = embeddings.shape
     metric = metric or getattr(embeddings, "similarity", None) or "cos"
     index, parameters = check_factory(factory, dimension, num_rows, metric, parameters)
-    get_ids: Callable[[np.ndarray], Sequence[str] | np.ndarray] = np.asarray  # row numbers
+    get_ids: GetIds = np.asarray  # row numbers
     if isinstance(embeddings, EmbeddingStore):
         get_ids = embeddings.ids
     elif ids is not None:
         get_ids = np.array(ids, dtype=object).__getitem__
     if factory == "Flat":
         return DenseIndex(embeddings, get_ids, factory, metric, parameters, gpus=find_gpus())
-    # Each inverted list has one centroid.
-    num_points = _TRAINING_POINTS_PER_CENTROID * _count_inverted_lists(index)
-    num_points = min(max(num_points, _MIN_TRAINING_POINTS), num_rows)
     gpus = _find_gpus_of_faiss(index)
     if gpus:
         try:
-            if isinstance(index, faiss.IndexHNSWFlat):
-                index_on_gpu = _build_graph_on_gpu(index, gpus[0], embeddings, metric)
-            else:
-                # A GPU refuses an index that searches more than 2,048 lists, while it is built too.
-                faiss.extract_index_ivf(index).nprobe = 1
-                index_on_gpu = _copy_to_gpus(index, gpus[:1])
-                _fill(index_on_gpu, num_points, embeddings, metric)
+            # A GPU refuses an index that searches more than 2,048 lists, while it is built too.
+            faiss.extract_index_ivf(index).nprobe = 1
+            index_on_gpu = _copy_to_gpus(index, gpus[:1])
+            _fill(index_on_gpu, embeddings, metric, _count_inverted_lists(index))
             index = faiss.index_gpu_to_cpu(index_on_gpu)
         except RuntimeError as error:
             reason = _get_reason(error)
@@ -248,7 +225,7 @@ def build_index(
             gpus = []
     if not gpus:
         try:
-            _fill(index, num_points, embeddings, metric)
+            _fill(index, embeddings, metric, _count_inverted_lists(index))
         except RuntimeError as error:
             raise ConfigError(
                 f"FAISS cannot build index {factory!r} on {num_rows} vectors: {_get_reason(error)} "
@@ -258,66 +235,40 @@ def build_index(
     return DenseIndex(embeddings, get_ids, factory, metric, parameters, index, gpus)
 
 
-def _fill(index: faiss.Index, num_points: int, embeddings: Embeddings, metric: Similarity) -> None:
-    """Train a FAISS index with a sample of the embeddings, and add all of them."""
-    num_rows, dimension = embeddings.shape
+def _fill(index: faiss.Index, embeddings: Embeddings, metric: Similarity, num_lists: int) -> None:
+    """Train a FAISS index of some inverted lists with a sample of the embeddings, and add all."""
+    num_rows = len(embeddings)
     if not index.is_trained:
+        # Each inverted list has one centroid.
+        num_points = max(_TRAINING_POINTS_PER_CENTROID * num_lists, _MIN_TRAINING_POINTS)
+        num_points = min(num_points, num_rows)
         sample = np.random.default_rng(0).choice(num_rows, num_points, replace=False)
         vectors = embeddings[np.sort(sample)]  # a store reads ascending rows fastest
         index.train(prepare_vectors(vectors, metric, "embedding of the training sample"))
-    for start, block in list_blocks(embeddings, get_slice_size(dimension)):
-        index.add(prepare_vectors(block, metric, "document embedding", start))
+    for _, documents in list_slices(embeddings, metric):
+        index.add(documents)
 
 
-def find_gpus() -> list[int]:
-    """Return the numbers of the GPUs to search on: all, or the rank's own if there are several."""
+def find_gpus() -> list[torch.device]:
+    """Return the GPUs to search on: all, or the rank's own if there are several ranks."""
     if torch.cuda.is_available() and world_size() > 1:
-        return [torch.cuda.current_device()]
-    return list(range(torch.cuda.device_count()))
+        return [torch.device("cuda", torch.cuda.current_device())]
+    return [torch.device("cuda", number) for number in range(torch.cuda.device_count())]
 
 
-def _find_gpus_of_faiss(index: faiss.Index) -> list[int]:
-    """Return the numbers of the GPUs for an index; none with faiss-cpu."""
+def _find_gpus_of_faiss(index: faiss.Index) -> list[torch.device]:
+    """Return the GPUs for an index; none with faiss-cpu."""
     import faiss
 
-    if faiss.get_num_gpus() == 0:
-        return []
     inverted_file = faiss.try_extract_index_ivf(index)
-    if inverted_file is None:
-        has_cuvs = hasattr(faiss, "GpuIndexCagra")
-        # By name, because FAISS's type stub lacks the second one, which `build_index` makes.
-        is_graph = type(index).__name__ in ("IndexHNSWFlat", "IndexHNSWCagra")
-        return find_gpus()[:1] if has_cuvs and is_graph else []
+    if faiss.get_num_gpus() == 0 or inverted_file is None:
+        return []
     # FAISS copies an index of a subclass, too, but without what the subclass adds.
     types = (faiss.IndexIVFFlat, faiss.IndexIVFPQ, faiss.IndexIVFScalarQuantizer)
     return find_gpus() if type(faiss.downcast_index(inverted_file)) in types else []
 
 
-def _build_graph_on_gpu(
-    index: Any, gpu: int, embeddings: Embeddings, metric: Similarity
-) -> faiss.Index:
-    """Build a CAGRA graph of all embeddings, with as many neighbours as HNSW's lowest level has.
-
-    On the CPU it becomes an IndexHNSWCagra, which is searched like an HNSW index.
-
-    Args:
-        index: an empty IndexHNSWFlat.
-    """
-    import faiss
-
-    cuvs: Any = faiss  # FAISS's type stub lacks what needs cuVS
-    config = cuvs.GpuIndexCagraConfig()
-    config.device = gpu
-    config.graph_degree = index.hnsw.nb_neighbors(0)
-    config.intermediate_graph_degree = 2 * config.graph_degree  # FAISS's ratio
-    resources = cuvs.StandardGpuResources()
-    index_on_gpu: faiss.Index = cuvs.GpuIndexCagra(resources, index.d, index.metric_type, config)
-    # It cannot grow, so it needs all vectors at once.
-    index_on_gpu.train(prepare_vectors(embeddings[:], metric, "document embedding"))
-    return index_on_gpu
-
-
-def _copy_to_gpus(index: faiss.Index, gpus: Sequence[int]) -> faiss.Index:
+def _copy_to_gpus(index: faiss.Index, gpus: Sequence[torch.device]) -> faiss.Index:
     """Copy the whole index to each GPU; each then searches with a part of the queries.
 
     Raises:
@@ -326,12 +277,13 @@ def _copy_to_gpus(index: faiss.Index, gpus: Sequence[int]) -> faiss.Index:
     import faiss
 
     options = faiss.GpuMultipleClonerOptions()
+    numbers = [gpu.index for gpu in gpus]
     try:
-        return faiss.index_cpu_to_gpus_list(index, options, list(gpus))
+        return faiss.index_cpu_to_gpus_list(index, options, numbers)
     except RuntimeError:
         # The lookup tables of PQ with more than 48 bytes fit into a GPU's shared memory in float16.
         options.useFloat16 = True
-        return faiss.index_cpu_to_gpus_list(index, options, list(gpus))
+        return faiss.index_cpu_to_gpus_list(index, options, numbers)
 
 
 def open_index(
@@ -344,15 +296,10 @@ def open_index(
     """Open the index of a store from a file, memory-mapped; without a file, build and write it.
 
     FAISS does not check what it reads: never open a file from an untrusted source. The file
-    PATH.json beside the index records store, factory and metric.
-
-    Args:
-        path: file of the index.
-        store: the store that is indexed.
-        factory, metric, parameters: see `build_index`; the factory is not "Flat".
+    PATH.json beside the index records store, factory and metric. The arguments are those of
+    `build_index`; the factory is not "Flat".
 
     Raises:
-        ConfigError: see `build_index`.
         DataError: the file belongs to another store, factory or metric, or FAISS cannot read it.
         UserError: the file cannot be written.
     """
@@ -435,23 +382,16 @@ def search(
 def _search_faiss_index(
     index: DenseIndex, faiss_index: faiss.Index, queries: np.ndarray, k: int
 ) -> tuple[np.ndarray, np.ndarray]:
-    import faiss
-
     if index.gpus:
         try:
-            if index._faiss_index_on_gpus is None:
-                index._faiss_index_on_gpus = _copy_to_gpus(faiss_index, index.gpus)
-            parameters: Any = None
-            if isinstance(faiss_index, faiss.IndexHNSW):
-                parameters = faiss.SearchParametersCagra()  # type: ignore[attr-defined]  # cuVS
-                # The number of candidates, which is called efSearch on the CPU.
-                parameters.itopk_size = max(faiss_index.hnsw.efSearch, k)
-            return index._faiss_index_on_gpus.search(queries, k, params=parameters)
+            if index._on_gpus is None:
+                index._on_gpus = _copy_to_gpus(faiss_index, index.gpus)
+            return index._on_gpus.search(queries, k)
         except RuntimeError as error:  # such as k or nprobe above 2,048, or no memory
             reason = _get_reason(error)
             logger.warning(f"index {index.factory!r}: searched on the CPU, not a GPU: {reason}")
             index.gpus = ()
-            index._faiss_index_on_gpus = None
+            index._on_gpus = None
     return faiss_index.search(queries, k)
 
 
@@ -459,25 +399,25 @@ def _search_exactly(
     index: DenseIndex, queries: np.ndarray, k: int, show_progress: bool
 ) -> tuple[np.ndarray, np.ndarray]:
     if index.gpus and len(queries) > 0:
-        if not index._embeddings_on_gpus:
-            devices = [torch.device("cuda", number) for number in index.gpus]
-            index._embeddings_on_gpus = split_over_devices(index.corpus, devices)
+        if index._on_gpus is None:  # one part for each GPU
+            num_gpus = len(index.gpus)
+            bounds = [len(index.corpus) * number // num_gpus for number in range(num_gpus + 1)]
+            index._on_gpus = [
+                DeviceEmbeddings(index.corpus, gpu, first_row, end_row)
+                for gpu, first_row, end_row in zip(index.gpus, bounds, bounds[1:], strict=False)
+            ]
         try:
-            return search_on_devices(index._embeddings_on_gpus, queries, k, index.metric)
+            return search_on_devices(index._on_gpus, queries, k, index.metric)
         except Exception as error:
             if not is_out_of_memory(error):
                 raise
             index.gpus = ()
-            index._embeddings_on_gpus = []
+            index._on_gpus = None
             logger.warning("exact search: the GPU's memory is full, so the CPU searches")
     return search_slices(index.corpus, queries, k, index.metric, show_progress)
 
 
-def _order_ties_by_id(
-    get_ids: Callable[[np.ndarray], Sequence[str] | np.ndarray],
-    scores: np.ndarray,
-    rows: np.ndarray,
-) -> None:
+def _order_ties_by_id(get_ids: GetIds, scores: np.ndarray, rows: np.ndarray) -> None:
     """Order documents with equal scores by id, descending, in place; all arrays are (n, k).
 
     This is the order of trec_eval, so metrics do not depend on how many documents are kept.
@@ -493,12 +433,7 @@ def _order_ties_by_id(
 def list_hits(
     index: DenseIndex, scores: np.ndarray, rows: np.ndarray
 ) -> Iterator[dict[str, float]]:
-    """Yield {document id: score} of each query, best documents first.
-
-    Args:
-        index: the index that was searched.
-        scores, rows: (n, k), the result of `search`.
-    """
+    """Yield {document id: score} of each query, best first, of scores and rows of `search`."""
     for start in range(0, len(rows), _QUERIES_PER_LOOKUP):
         group = rows[start : start + _QUERIES_PER_LOOKUP]
         found_rows = np.unique(group[group >= 0])
@@ -516,9 +451,10 @@ def recall_against_exact(
 
     Args:
         index: the index that was searched.
-        queries: float32 (n, d), all queries. At most 100 of them, evenly spread, are compared.
+        queries: float32 (n, d), all queries. At most 100 of them, evenly spread, are searched for
+            again, exactly, which reads the whole corpus.
         rows: (n, k), the rows that `search` returned for them.
-        show_progress: show a progress bar of the exact search, which reads the whole corpus.
+        show_progress: show a progress bar.
 
     Returns:
         {"queries": number of compared queries, "recall@k": share}; None for an exact index or no
@@ -543,12 +479,7 @@ def check_factory(
     metric: Similarity = "cos",
     parameters: str | None = None,
 ) -> tuple[faiss.Index, str | None]:
-    """Check index settings. Call this before a corpus is encoded, which may take hours.
-
-    Args:
-        factory, metric, parameters: see `build_index`.
-        dimension: d, dimension of the embeddings.
-        n: number of embeddings to index.
+    """Check the settings of an index of n embeddings, before hours of encoding.
 
     Returns:
         An empty FAISS index, and its search parameters.

@@ -1,10 +1,9 @@
-"""Errors and help."""
+"""Exit codes and lines of errors, a full disk, and help."""
 
 import errno
 import re
-import resource
-from collections.abc import Iterator
-from contextlib import contextmanager
+import sys
+from types import SimpleNamespace
 
 import pytest
 from tiny_models import tiny_encoder
@@ -22,7 +21,7 @@ def test_user_error_is_one_line_with_exit_code_2(monkeypatch, capsys):
         def run(argv: list[str]) -> None:
             raise error
 
-        monkeypatch.setattr("contaccum.cli.split.run", run)
+        monkeypatch.setitem(sys.modules, "contaccum.cli.split", SimpleNamespace(run=run))
         return main(["split"])
 
     assert run_with_error(DataError("a.json:3: broken:\n  no route\n")) == 2
@@ -34,20 +33,9 @@ def test_user_error_is_one_line_with_exit_code_2(monkeypatch, capsys):
         run_with_error(FileNotFoundError(errno.ENOENT, "No such file or directory"))
 
 
-@contextmanager
-def limit_file_size(num_bytes: int) -> Iterator[None]:
-    """Let the system refuse larger files, as it does on a full disk."""
-    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
-    resource.setrlimit(resource.RLIMIT_FSIZE, (num_bytes, hard))
-    try:
-        yield
-    finally:
-        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
-
-
 @pytest.mark.parametrize(("tied", "num_bytes"), [(True, 100), (False, 12_000)])
 def test_an_export_that_does_not_fit_is_one_line_and_leaves_nothing(
-    tied, num_bytes, tmp_path, capsys
+    tied, num_bytes, tmp_path, limit_file_size, capsys
 ):
     tiny_encoder(tied).save_pretrained(str(tmp_path / "model"))
     argv = ["export", str(tmp_path / "model"), str(tmp_path / "out")]
@@ -63,7 +51,7 @@ def test_an_export_that_does_not_fit_is_one_line_and_leaves_nothing(
     ("save_strategy", "num_bytes"), [("no", 24_000), ("steps", 100), ("steps", 12_000)]
 )
 def test_a_training_that_does_not_fit_is_one_line_and_goes_on(
-    save_strategy, num_bytes, train, tmp_path, capsys
+    save_strategy, num_bytes, train, tmp_path, limit_file_size, capsys
 ):
     settings = {"resume_from_checkpoint": "auto", "save_strategy": save_strategy, "save_steps": 1}
     with limit_file_size(num_bytes):
@@ -82,32 +70,3 @@ def test_train_help_lists_every_option(capsys):
     for name in own_names:
         assert f"\n  --{name} " in help_text
     assert "--weight_decay" not in help_text
-
-
-@pytest.mark.parametrize(
-    ("arguments", "message"),
-    [
-        (["evaluate", "--data", "scifact", "model"], "MODEL"),
-        (["fit", "pairs.csv", "--hub_token", "secret"], "credential"),
-        (["fit", "--learning_rate", "1e-4", "pairs.csv"], "learning_rate"),
-        (["split", "pairs.csv", "out", "--seeds", "1"], "'seed'"),
-        (["fit", "pairs.csv", "--budegt", "5m"], "did you mean 'budget'"),
-        (["train", "c.yaml", "--batch_sampelr", "x"], "did you mean 'batch_sampler'"),
-        (["encode", "m", "--corpsu=c", "--output", "o"], "did you mean 'corpus'"),
-        (["search", "m", "--store", "s", "--querys", "q"], "did you mean 'queries'"),
-        (["mine", "pairs.csv", "--modle", "m"], "did you mean 'model'"),
-        (["evaluate", "m", "--dat", "d"], "did you mean 'data'"),
-        (["export", "m", "out", "--dtpye", "float16"], "did you mean 'dtype'"),
-        (["split", "pairs.csv", "out", "--data_columns", "query=qurey"], "no column 'qurey'"),
-        (["fit", "pairs.csv", "--model", ".", "--device", "gpu"], "device=gpu"),
-    ],
-)
-def test_arguments_that_cannot_work_are_named(arguments, message, capsys, tmp_path, monkeypatch):
-    monkeypatch.chdir(tmp_path)
-    (tmp_path / "c.yaml").write_text("model: m\n")
-    (tmp_path / "pairs.csv").write_text("query,positive\na,b\n")
-    assert main(arguments) == 2
-    error = capsys.readouterr().err
-    assert message in error
-    assert error.count("\n") == 1
-    assert "secret" not in error

@@ -54,8 +54,6 @@ def test_bm25_mines_without_a_model(tmp_path):
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (["MODEL", "--range_min", "5", "--range_max", "6"], "range_max"),
-        (["MODEL", "--method", "bm25"], "uses no MODEL"),
         (["MODEL", "--cross_encoder", "MODEL"], "not a cross-encoder"),
         (["MODEL", "--device", "cuda:99"], "cuda:99"),
     ],

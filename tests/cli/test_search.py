@@ -201,23 +201,12 @@ def test_a_store_is_searched_with_the_passage_length_that_it_was_encoded_with(
     assert len(read_trec_run(tmp_path / "run.trec")) == len(QUERIES)
 
 
-@pytest.mark.parametrize(
-    ("options", "model", "message"),
-    [
-        ([], "other", "another model"),
-        ([], None, "MODEL"),
-        (["--index_file", "x.faiss"], "encoder", "--index_file"),
-        (["--index", "SQ8", "--index_file", "/dev/null/x"], "store", "cannot be written"),
-        (["--store", "nowhere"], "encoder", "not a store"),
-        (["--bm25_weight", "1.1"], "encoder", "--bm25_weight"),
-    ],
-)
-def test_wrong_arguments_are_refused_in_one_line(root, tmp_path, capsys, options, model, message):
-    assert run(root, tmp_path / "run.trec", *options, model=model) == 2
+def test_a_store_of_another_model_is_refused_in_one_line(root, tmp_path, capsys):
+    assert run(root, tmp_path / "run.trec", model="other") == 2
     # The lines before the error are messages of loading a model.
     error = capsys.readouterr().err.splitlines()[-1]
     assert error.startswith("contaccum: error")
-    assert message in error
+    assert "another model" in error
     assert not (tmp_path / "run.trec").exists()
 
 

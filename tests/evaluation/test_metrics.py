@@ -1,14 +1,14 @@
 """Metrics equal their formulas, and rank ties as trec_eval does."""
 
-from collections.abc import Sequence
-
 import numpy as np
 import pytest
 
 from contaccum.errors import ConfigError, DataError
 from contaccum.evaluation.metrics import (
+    MAIN_METRICS,
     check_metric,
     check_metrics,
+    get_k_values,
     metric_names,
     score_run,
     sort_as_trec_eval,
@@ -57,28 +57,19 @@ def compute_metrics(grades: dict[str, int], hits: dict[str, float], k: int) -> d
     return metrics
 
 
-def make_random_judgements(rng: np.random.Generator, document_ids: Sequence[str]) -> dict[str, int]:
-    """Return grades from 0 to 2 for one to seven documents."""
-    judged_ids = rng.choice(document_ids, rng.integers(1, 8), replace=False).tolist()
-    grades = rng.integers(0, 3, len(judged_ids)).tolist()
-    return dict(zip(judged_ids, grades, strict=True))
-
-
-def make_random_hits(rng: np.random.Generator, document_ids: Sequence[str]) -> dict[str, float]:
-    """Return different scores for 120 documents: more than the largest cut-off."""
-    retrieved_ids = rng.choice(document_ids, 120, replace=False).tolist()
-    scores = rng.permutation(120).astype(float).tolist()
-    return dict(zip(retrieved_ids, scores, strict=True))
-
-
 def test_every_metric_equals_its_formula_on_random_runs():
     rng = np.random.default_rng(0)
     document_ids = [f"d{number}" for number in range(200)]
     qrels = {}
     run = {}
     for number in range(30):
-        qrels[f"q{number}"] = make_random_judgements(rng, document_ids)
-        run[f"q{number}"] = make_random_hits(rng, document_ids)
+        judged_ids = rng.choice(document_ids, rng.integers(1, 8), replace=False).tolist()
+        grades = rng.integers(0, 3, len(judged_ids)).tolist()
+        qrels[f"q{number}"] = dict(zip(judged_ids, grades, strict=True))
+        # Different scores for more documents than the largest cut-off.
+        retrieved_ids = rng.choice(document_ids, 120, replace=False).tolist()
+        scores = rng.permutation(120).astype(float).tolist()
+        run[f"q{number}"] = dict(zip(retrieved_ids, scores, strict=True))
     means, per_query = score_run(qrels, run, K_VALUES)
     assert list(means) == metric_names(K_VALUES)
     for query, grades in qrels.items():
@@ -117,19 +108,13 @@ def test_cut_offs_and_judgements_that_give_no_score_are_refused():
 
 
 def test_metrics_may_be_named_in_any_case():
-    assert check_metrics(["MRR@7", "p@1", "mrr@7"], (1, 7)) == ("MRR@7", "P@1")
+    assert check_metrics(["MRR@7", "p@1", "mrr@7"]) == ("MRR@7", "P@1")
+    assert check_metrics(None) == MAIN_METRICS
+    assert get_k_values(["MRR@7", "p@1"]) == (1, 3, 5, 7, 10, 20, 100, 1000)
     assert check_metric("eval_NDCG@10") == "ndcg@10"
-    assert check_metric("p@1") == "p@1"
 
 
-def test_default_metrics_are_those_that_the_cut_offs_allow():
-    assert check_metrics(None, (1, 10)) == ("NDCG@10", "MRR@10")
-    assert check_metrics(None, (7,)) == ("NDCG@7",)
-
-
-def test_unknown_metrics_and_other_cut_offs_are_refused():
-    with pytest.raises(ConfigError, match=r"MRR@10"):
-        check_metrics(["MRR@10"], (1, 7))
-    for name in ("ndgc@10", "ndcg@0"):
-        with pytest.raises(ConfigError, match="ndcg@10"):
-            check_metric(name)
+@pytest.mark.parametrize("name", ["ndgc@10", "ndcg@0"])
+def test_unknown_metrics_are_refused(name):
+    with pytest.raises(ConfigError, match="ndcg@10"):
+        check_metrics([name])

@@ -4,7 +4,6 @@ import dataclasses
 import json
 import math
 import os
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -28,83 +27,60 @@ from contaccum.evaluation.results import (
 )
 
 RUN = {"q 1": {"a%41": 0.5, "b c": 0.1}, "q2": {"100%": -1.5, "a b": -1.5}}
+SCORES = {"NDCG@10": 0.1 + 0.2}
+RESULT = EvaluationResult(
+    metrics=SCORES,
+    per_query={"q 1": SCORES},
+    run=RUN,
+    data={"name": "x", "fingerprint": "f" * 64},
+    model={"name": "some/model", "fingerprint": "m"},
+    search={"k": 10},
+    tokenisation="t",
+)
+
+
+class InterruptedHits(dict[str, float]):
+    """Results of a query, at which writing is interrupted."""
+
+    def values(self) -> Any:
+        raise KeyboardInterrupt
 
 
 def test_an_earlier_result_stays_until_the_new_one_is_complete(tmp_path, monkeypatch):
     """And a kill between the two renames leaves no older record beside the new run."""
-    data = {"name": "x", "fingerprint": "f"}
-    result = EvaluationResult({"NDCG@10": 0.5}, {}, RUN, data, {"name": "m"}, {"k": 10})
-    write_result(result, tmp_path / "out.json")
+    write_result(RESULT, tmp_path / "out.json")
     earlier = contents(tmp_path)
+    later_run = {"q": {"d": 1.0}}
+    interrupted = dataclasses.replace(RESULT, run={**later_run, "r": InterruptedHits()})
+    with pytest.raises(KeyboardInterrupt):
+        write_result(interrupted, tmp_path / "out.json")
+    assert contents(tmp_path) == earlier
     replace = os.replace
-
-    def write_in_part(*arguments: Any) -> Iterator[str]:
-        yield "q Q0 d 1 1 m\n"
-        raise KeyboardInterrupt
 
     def kill_after_first_rename(source: Path, target: Path) -> None:
         replace(source, target)
         raise KeyboardInterrupt
 
-    later = dataclasses.replace(result, run={"q": {"d": 1.0}})
-    with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
-        patch.setattr("contaccum.evaluation.results.trec_lines", write_in_part)
-        write_result(later, tmp_path / "out.json")
-    assert contents(tmp_path) == earlier
-    with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
-        patch.setattr(os, "replace", kill_after_first_rename)
-        write_result(later, tmp_path / "out.json")
+    monkeypatch.setattr(os, "replace", kill_after_first_rename)
+    with pytest.raises(KeyboardInterrupt):
+        write_result(dataclasses.replace(RESULT, run=later_run), tmp_path / "out.json")
     assert [path.name for path in tmp_path.iterdir()] == ["out.trec"]
-    assert read_trec_run(tmp_path / "out.trec") == later.run
+    assert read_trec_run(tmp_path / "out.trec") == later_run
 
 
 def test_record_and_run_round_trip_without_credentials(tmp_path, monkeypatch):
     monkeypatch.setenv("HF_TOKEN", "hf_secret_of_the_user")
-    data = {"name": "x", "path": "/data/hf_secret_of_the_user", "fingerprint": "f" * 64}
-    model = {"name": "some/model", "fingerprint": "m"}
-    scores = {"NDCG@10": 0.1 + 0.2}
-    result = EvaluationResult(
-        metrics=scores,
-        per_query={"q 1": scores},
-        run=RUN,
-        data=data,
-        model=model,
-        search={"k": 10},
-        tokenisation="t",
-    )
+    data = {**RESULT.data, "path": "/data/hf_secret_of_the_user"}
+    result = dataclasses.replace(RESULT, data=data)
     write_result(result, tmp_path / "out.json")
     record = read_result(tmp_path / "out.json")
     assert record == {**result.record(), "data": {**data, "path": "/data/<HF_TOKEN>"}}
     assert read_trec_run(tmp_path / "out.trec") == RUN
-    documents_of_second_query = []
-    for line in (tmp_path / "out.trec").read_text().splitlines():
-        columns = line.split()
-        assert len(columns) == 6
-        query_id, constant, document_id, rank, _, tag = columns
-        assert constant == "Q0"
-        assert tag == "model"
-        if query_id == "q2":
-            documents_of_second_query.append((document_id, rank))
     # Documents with equal scores are ordered by id, descending.
-    assert documents_of_second_query == [("percent-encoded:a%20b", "1"), ("100%", "2")]
-
-
-def test_an_older_record_never_stands_beside_a_new_run(tmp_path, monkeypatch):
-    data = {"name": "x", "fingerprint": "f"}
-    result = EvaluationResult({"NDCG@10": 0.5}, {}, RUN, data, {"name": "m"}, {"k": 10})
-    write_result(result, tmp_path / "out.json")
-    replace = os.replace
-
-    def kill_after_first_rename(source: Path, target: Path) -> None:
-        replace(source, target)
-        raise KeyboardInterrupt
-
-    later = dataclasses.replace(result, run={"q": {"d": 1.0}})
-    monkeypatch.setattr(os, "replace", kill_after_first_rename)
-    with pytest.raises(KeyboardInterrupt):
-        write_result(later, tmp_path / "out.json")
-    assert [path.name for path in tmp_path.iterdir()] == ["out.trec"]
-    assert read_trec_run(tmp_path / "out.trec") == later.run
+    assert (tmp_path / "out.trec").read_text().splitlines()[2:] == [
+        "q2 Q0 percent-encoded:a%20b 1 -1.5 model",
+        "q2 Q0 100% 2 -1.5 model",
+    ]
 
 
 def test_a_run_file_holds_all_digits_of_a_float32_score():
@@ -127,12 +103,11 @@ UNUSUAL_IDS = [
     *WHITE_SPACE,
 ]
 for character in WHITE_SPACE:
-    UNUSUAL_IDS.append(f"a{character}b")
-    UNUSUAL_IDS.append(f"{character}a{character}")
+    UNUSUAL_IDS += [f"a{character}b", f"{character}a{character}"]
 
 
 def test_any_id_survives_a_run_file(tmp_path):
-    # Every id is the id of a query and, with a different score, of a document.
+    """Every id is the id of a query and, with a different score, of a document."""
     hits = {document_id: float(number) for number, document_id in enumerate(UNUSUAL_IDS)}
     run = dict.fromkeys(UNUSUAL_IDS, hits)
     path = tmp_path / "run.trec"
@@ -171,17 +146,6 @@ def test_a_bad_line_of_a_run_is_refused_with_its_number_or_skipped(tmp_path, lin
     assert read_trec_run(path, "skip") == {"q": {"a": 0.9}}
 
 
-@pytest.mark.parametrize(
-    ("content", "message"),
-    [("{broken", r"r\.json"), ('{"metrics": {}}', "not a results file")],
-)
-def test_a_file_that_is_not_a_result_is_refused(tmp_path, content, message):
-    path = tmp_path / "r.json"
-    path.write_text(content)
-    with pytest.raises(DataError, match=message):
-        read_result(path)
-
-
 def test_a_comparison_counts_wins_ties_and_losses():
     ours = {"a": 0.9, "b": 0.5, "c": 0.1, "d": 0.2, "e": 0.5}
     theirs = {"e": 0.5 + 1e-12, "d": 0.1, "c": 0.6, "b": 0.4, "a": 0.2}
@@ -208,6 +172,7 @@ def write_record(folder: Path, name: str) -> None:
         "metrics": {"NDCG@10": 0.5},
         "per_query": {"q": {"NDCG@10": 0.5}, "r": {"NDCG@10": 0.5}},
         "data": {"fingerprint": f"of {name}"},
+        "search": {},
     }
     (folder / f"s.{name}.json").write_text(json.dumps(record))
 
@@ -241,16 +206,16 @@ NO_NUMBER = "NDCG@10 of query 'r' is no number between 0 and 1"
     [
         *(
             ({"per_query": {"q": {"NDCG@10": 0.5}, "r": {"NDCG@10": score}}}, NO_NUMBER)
-            for score in ("0.5", None, [0.5], {}, -7, 1.5, 1e300, 10**400, math.nan, math.inf, True)
+            for score in ("0.5", None, {}, -7, 10**400, math.nan, math.inf, True)
         ),
-        *(
-            ({"per_query": {"q": {"NDCG@10": 0.5}, "r": values}}, NO_NUMBER)
-            for values in ({}, {"MRR@10": 0.5}, None, 0.5, "text", [])
-        ),
-        *(({"per_query": value}, "not a results file") for value in (None, 5, [])),
-        *(({"data": value}, "not a results file") for value in (None, "x")),
-        *(({"sets": value}, NO_FILES) for value in (5, None, True, ["x"], [{}], [{"parts": 5}])),
-        *(({"sets": [{"file": value}]}, NO_FILES) for value in (5, None, ["x"])),
+        ({"per_query": {"q": {"NDCG@10": 0.5}, "r": {"MRR@10": 0.5}}}, NO_NUMBER),
+        ({"per_query": {"q": {"NDCG@10": 0.5}, "r": None}}, NO_NUMBER),
+        ({"metrics": {"NDCG@10": None}}, "of query '.mean.' is no number"),
+        ({"metrics": {}}, "has no NDCG@10"),
+        ({"per_query": None}, "not a results file"),
+        ({"data": "x"}, "not a results file"),
+        *(({"sets": value}, NO_FILES) for value in (5, None, ["x"], [{}], [{"parts": 5}])),
+        ({"sets": [{"file": 5}]}, NO_FILES),
         ({"sets": [{"file": ".."}]}, "not a JSON file"),
     ],
 )
@@ -262,7 +227,7 @@ def test_a_damaged_earlier_result_is_refused(tmp_path, change, message):
         read_previous(path, "NDCG@10")
 
 
-@pytest.mark.parametrize("content", [b"", b"{", b"\xff\xfe", b"5", b"null", None])
+@pytest.mark.parametrize("content", [b"", b"{", b"\xff\xfe", b"5", None])
 def test_an_earlier_result_that_is_no_json_object_is_refused(tmp_path, content):
     """None stands for a folder."""
     path = tmp_path / "old.json"
@@ -304,12 +269,6 @@ def test_a_change_that_cancels_out_within_its_passage_is_no_equal_result():
     ours = {"a": 0.2, "b": 0.8}
     (row,) = compare("NDCG@10", {"x": ours}, {"x": theirs}, {"x": {"a": 0, "b": 0}})["rows"]
     assert check_requirement("not-worse", "NDCG@10", row)[1].startswith("CANNOT TELL")
-
-
-def test_an_earlier_result_without_the_metric_is_refused(tmp_path):
-    write_record(tmp_path, "x")
-    with pytest.raises(DataError, match=r"s\.x\.json: has no MRR@10"):
-        read_previous(tmp_path / "s.x.json", "MRR@10")
 
 
 def test_a_page_without_a_place_for_a_table_is_refused():
