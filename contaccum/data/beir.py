@@ -110,7 +110,6 @@ def load_beir_folder(
     split: str = "test",
     on_bad_record: OnBadRecord = "stop",
     report: RecordReport | None = None,
-    texts_report: RecordReport | None = None,
 ) -> BeirDataset:
     """Load one split of a BEIR folder.
 
@@ -123,8 +122,6 @@ def load_beir_folder(
         on_bad_record: "stop" raises an error at the first bad record, "skip" counts it.
         report: receives the counts, and its `on_bad_record` replaces the argument `on_bad_record`;
             None: a new report.
-        texts_report: receives the counts of documents and queries in place of `report`, for a
-            folder whose texts `report` has counted already; None: `report`.
 
     Raises:
         DataError: for a missing file or split, a bad record under "stop", a file without any usable
@@ -133,13 +130,11 @@ def load_beir_folder(
     folder = Path(path)
     if report is None:
         report = RecordReport(on_bad_record)
-    if texts_report is None:
-        texts_report = report
     corpus_file = find_beir_file(folder, "corpus.jsonl")
     queries_file = find_beir_file(folder, "queries.jsonl")
     qrels_file = find_qrels_file(folder, split)
-    corpus = _read_texts_by_id(corpus_file, texts_report, may_be_blank=True)
-    all_queries = _read_texts_by_id(queries_file, texts_report)
+    corpus = _read_texts_by_id(corpus_file, report, may_be_blank=True)
+    all_queries = _read_texts_by_id(queries_file, report)
     qrels = _read_qrels(qrels_file, report, all_queries)
     queries = {query_id: all_queries[query_id]["text"] for query_id in qrels}
     content = Fingerprint()

@@ -155,11 +155,14 @@ def parse_rows(
         path: the file, for messages.
         rows: its rows.
         parse: a function that parses a row, or raises `Fault`; None: a setting leaves the row out.
-        report: counts go here; its `on_bad_record` decides about bad records.
+        report: counts go here, unless it has counted the same file before; its `on_bad_record`
+            decides about bad records.
 
     Raises:
         DataError: at a bad record under "stop", or if no record can be used.
     """
+    if str(path) in report.by_file:
+        report = RecordReport(report.on_bad_record)
     hashes = array("q")
     for line, row in rows:
         report.by_file[str(path)] += 1
