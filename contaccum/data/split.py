@@ -35,7 +35,14 @@ from itertools import chain, compress, count
 from pathlib import Path
 from typing import Any, Literal, get_args
 
-from contaccum.data.beir import QRELS_HEADER, BeirDataset, get_positives, load_beir_folder
+from contaccum.data.beir import (
+    BeirDataset,
+    format_document,
+    get_positives,
+    load_beir_folder,
+    write_beir_folder,
+    write_qrels,
+)
 from contaccum.data.dataset import store_records
 from contaccum.data.near_duplicates import (
     Grouping,
@@ -293,7 +300,9 @@ def split_data(
 
     with atomic_folder(output) as folder:
         write_text(folder / TRAIN_FILE, map(_format_record, training_records))
-        write_text(folder / CORPUS_FILE, map(_format_document, training_corpus))
+        write_text(
+            folder / CORPUS_FILE, (format_document(*document) for document in training_corpus)
+        )
         training_positives = _collect_positives(training_records)
         num_documents = {"train": len(training_corpus)}
         num_queries = {"train": len({normalise(record.query) for record in training_records})}
@@ -755,11 +764,6 @@ def _make_document(normalised_text: str, passage: str) -> Passage:
     return Passage(_hash_text(normalised_text)[:16], "", passage)
 
 
-def _format_document(document: Passage) -> str:
-    content = {"_id": document.id, "title": document.title, "text": document.text}
-    return json.dumps(content, ensure_ascii=False) + "\n"
-
-
 def _format_record(record: Record) -> str:
     """Return a training record as a line of JSON that `contaccum.data.read_records` reads."""
     positives = record.positives
@@ -850,24 +854,16 @@ def write_beir(
     known_ids = {
         name for name, document in relevant.items() if normalise(document.passage) in known_texts
     }
-    lines: dict[str, list[str]] = {"test": [], "known": [], "new": []}
-    num_known = 0
+    kinds: dict[str, dict[str, Mapping[str, int]]] = {"known": {}, "new": {}}
     for query_id, judgements in qrels.items():
         ids = relevant_ids[query_id] & relevant.keys()
         is_known = len(ids) > 0 and ids <= known_ids
-        num_known += is_known
-        for document_id, grade in judgements.items():
-            line = f"{query_id}\t{document_id}\t{grade}\n"
-            lines["test"].append(line)
-            lines["known" if is_known else "new"].append(line)
-    (folder / "qrels").mkdir(parents=True)
-    write_text(folder / "corpus.jsonl", map(_format_document, documents))
-    query_lines = (json.dumps({"_id": name, "text": text}) + "\n" for name, text in queries.items())
-    write_text(folder / "queries.jsonl", query_lines)
-    for split, judged in lines.items():
-        if split == "test" or (num_known > 0 and judged):
-            write_text(folder / "qrels" / f"{split}.tsv", [QRELS_HEADER, *judged])
-    return num_known
+        kinds["known" if is_known else "new"][query_id] = judgements
+    write_beir_folder(folder, documents, queries.items(), qrels, "test")
+    for kind, judged in kinds.items():
+        if kinds["known"] and judged:
+            write_qrels(folder, kind, judged)
+    return len(kinds["known"])
 
 
 def write_part(dataset: BeirDataset, document_ids: Container[str], folder: Path) -> None:

@@ -74,7 +74,6 @@ def test_texts_are_stored_once_for_all_sampling_settings(tmp_path, folder, reads
         {"positives": "first"},
         {"num_hard_negatives": 2},
         {"num_hard_negatives": 2, "missing_negatives": "drop"},
-        {"num_hard_negatives": 2, "negatives_from": 2},
     ]
     for settings in sampling_settings:
         load_training_data(path, **settings)

@@ -230,9 +230,16 @@ def test_a_list_in_a_cell_is_refused(tmp_path, cell, column):
         ({"label": "sports", "answer": "a"}, None, "; not used: label, answer"),
         ({"score": -2.5}, None, "; not used: score"),
         ({"score": 2, "title": "T", "negative_1": "n"}, 1, "negative='n'"),
+        (
+            {"query": "q\n1", "positive": ["p", "r", "s"]},
+            None,
+            "'q\\n1', positive='p' and 2 more, no negative",
+        ),
     ],
 )
-def test_fields_that_are_not_used_are_named(tmp_path, fields, min_score, end):
+def test_the_first_record_is_described_with_the_fields_that_are_not_used(
+    tmp_path, fields, min_score, end
+):
     record = {"query": "q", "positive": "p", **fields}
     source = RecordSource(write_lines(tmp_path / "a.jsonl", [record]), min_score=min_score)
     list(source.records(RecordReport()))
@@ -261,11 +268,6 @@ def test_a_column_of_numbers_is_no_column_of_texts(tmp_path, fields, role):
     for report in (RecordReport(), RecordReport("skip")):
         with pytest.raises(DataError, match=f"every text in {role} is a number"):
             list(read_records(path, report=report))
-
-
-def test_a_record_is_described_by_its_first_texts():
-    record = Record("q\n1", ["p", "r", "s"], [])
-    assert record.describe() == "query='q\\n1', positive='p' and 2 more, no negative"
 
 
 def test_some_numbers_among_the_texts_are_texts(tmp_path):
