@@ -27,7 +27,6 @@ from typing import Any
 
 from contaccum.data.rows import (
     Fault,
-    OnBadRecord,
     RecordReport,
     parse_id,
     parse_rows,
@@ -108,7 +107,6 @@ class BeirDataset:
 def load_beir_folder(
     path: AnyPath,
     split: str = "test",
-    on_bad_record: OnBadRecord = "stop",
     report: RecordReport | None = None,
 ) -> BeirDataset:
     """Load one split of a BEIR folder.
@@ -119,9 +117,8 @@ def load_beir_folder(
     Args:
         path: the folder.
         split: name of the split.
-        on_bad_record: "stop" raises an error at the first bad record, "skip" counts it.
-        report: receives the counts, and its `on_bad_record` replaces the argument `on_bad_record`;
-            None: a new report.
+        report: receives the counts of used and bad records; None: a new report, which raises an
+            error at the first bad record.
 
     Raises:
         DataError: for a missing file or split, a bad record under "stop", a file without any usable
@@ -129,7 +126,7 @@ def load_beir_folder(
     """
     folder = Path(path)
     if report is None:
-        report = RecordReport(on_bad_record)
+        report = RecordReport()
     corpus_file = find_beir_file(folder, "corpus.jsonl")
     queries_file = find_beir_file(folder, "queries.jsonl")
     qrels_file = find_qrels_file(folder, split)

@@ -19,8 +19,8 @@ from typing import TYPE_CHECKING, Any, Literal
 
 import numpy as np
 
-from contaccum.data.records import DataFormat, Record, RecordSource, parse_columns
-from contaccum.data.rows import OnBadRecord, RecordReport, parse_rows
+from contaccum.data.records import DataFormat, RecordSource, parse_columns
+from contaccum.data.rows import OnBadRecord, RecordReport
 from contaccum.data.sampling import EpochSampling, collect_known_positives, text_ids
 from contaccum.errors import ConfigError, DataError, check_choice, one_line, quoted
 from contaccum.files import AnyPath, Fingerprint, cache_folder, fingerprint
@@ -39,9 +39,7 @@ SET_KEYS = {
 """{key of a training set in the settings: argument of `load_training_data`, or "name"}."""
 
 
-def store_records(
-    source: RecordSource, report: RecordReport, records: Sequence[Record] | None = None
-) -> tuple[Dataset, dict[str, str]]:
+def store_records(source: RecordSource, report: RecordReport) -> tuple[Dataset, dict[str, str]]:
     """Return the records of a source, which is read only if `datasets` has not stored it yet.
 
     This is the cache of `datasets`: one process writes an entry, while others that need it wait.
@@ -49,7 +47,6 @@ def store_records(
 
     Args:
         report: receives the counts of records, also if they were read by an earlier run.
-        records: the records of the source if they are in memory; None: they are read.
 
     Returns:
         A data set with the fields of a `Record`, "query_id" and "positive_ids" (see `text_ids`);
@@ -73,10 +70,7 @@ def store_records(
     def generate() -> Iterator[dict[str, Any]]:
         contents = {name: Fingerprint() for name in ("texts", "negatives", "scores")}
         num_records = 0
-        parsed = source.records(report)
-        if records is not None:
-            parsed = parse_rows(source.path, enumerate(records), lambda record: record, report)
-        for record in parsed:
+        for record in source.records(report):
             num_records += 1
             contents["texts"].add(record.query, *record.positives, "")
             contents["negatives"].add(*record.negatives, "")

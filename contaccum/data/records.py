@@ -58,7 +58,7 @@ _SAVED_DATASET_FILES = ("state.json", "dataset_dict.json")
 
 _HUB_NAME = r"([\w.-]+/)?[\w-]+(\.[0-9][\w.-]*)?(:[\w.-]+)?"
 
-_CACHE_VERSION = 16
+_CACHE_VERSION = 17
 """Version of the readers and the stored records. Increase it when either changes, so that records
 of an older version are not used."""
 
@@ -111,7 +111,7 @@ CORPUS_FIELDS = {
 
 
 class Record(NamedTuple):
-    """A query and its passages, in the order of the file.
+    """A query and its passages, each once, in the order of the file.
 
     Attributes:
         query: text of the query.
@@ -368,7 +368,7 @@ class RecordSource:
             for query_id, query in dataset.queries.items():
                 judged = get_positives(dataset, query_id)
                 report.leave_out(self.path, "empty document", judged.count(""))
-                positives = [positive for positive in judged if positive]
+                positives = list(dict.fromkeys(filter(None, judged)))
                 if positives:
                     record = Record(query, positives, [])
                     self._first_record = self._first_record or record
@@ -481,16 +481,14 @@ class RecordSource:
                 "no teacher scores",
                 f"distill needs a number for each of its passages; {TEACHER_SCORES_REMEDY}",
             )
-        # A negative that is listed twice counts once, with its first score.
-        texts = [text for text, _ in passages + negatives]
+        # A positive or negative that is listed twice counts once, with its first score.
         is_match += [False] * len(negatives)
-        positives = [position for position, found in enumerate(is_match) if found]
-        first_positions: dict[str, int] = {}
-        for position, text in enumerate(texts):
-            if not is_match[position]:
-                first_positions.setdefault(text, position)
+        positives: dict[str, int] = {}  # {text: position of its first score}
+        others: dict[str, int] = {}
+        for position, (text, _) in enumerate(passages + negatives):
+            (positives if is_match[position] else others).setdefault(text, position)
         if scores is not None:
-            scores = [scores[position] for position in (*positives, *first_positions.values())]
+            scores = [scores[position] for position in (*positives.values(), *others.values())]
         if self._chosen is None:
             self._chosen = chosen  # the first usable record decides for all others
             used_names = {"", *chosen, *numbered_fields}
@@ -500,8 +498,7 @@ class RecordSource:
                 if role not in ("query", "positive") and is_read:
                     used_names.update(names)
             self._unused_fields = [name for name in row if name not in used_names]
-        positive_texts = [texts[position] for position in positives]
-        return Record(query, positive_texts, list(first_positions), scores)
+        return Record(query, list(positives), list(others), scores)
 
     def _choose_field(self, role: str, row: Mapping[str, Any]) -> str:
         present_names = [name for name in self._names[role] if name in row]

@@ -13,7 +13,7 @@ positive of a query, is never a negative of this query.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
 from hashlib import blake2b
@@ -132,26 +132,28 @@ class EpochSampling:
         for number, source in zip(numbers, self._read_sources(numbers), strict=True):
             record, positive_index = source
             rng = np.random.default_rng([seed, self.epoch, number])
+            num_positives = len(record.positives)
+            if self._draws_positive and num_positives > 1:
+                positive_index = int(rng.integers(num_positives))
             positive = record.positives[positive_index]
-            distinct_positives = list(dict.fromkeys(record.positives))
-            if self._draws_positive and len(distinct_positives) > 1:
-                positive = distinct_positives[int(rng.integers(len(distinct_positives)))]
-            negatives = list(dict.fromkeys(record.negatives))
-            if len(negatives) > self._num_negatives:
-                order = rng.permutation(len(negatives))[: self._num_negatives]
-                negatives = [negatives[index] for index in order]
-            elif len(negatives) < self._num_negatives:
+            order = list(range(len(record.negatives)))
+            if len(order) > self._num_negatives:
+                order = rng.permutation(len(order))[: self._num_negatives].tolist()
+            negatives = [record.negatives[index] for index in order]
+            if len(negatives) < self._num_negatives:
                 negatives = self._fill_negatives(rng, record.query, positive, negatives)
-            texts = (record.query, positive, *negatives)
-            row = dict(zip(self.columns, texts, strict=True))
+            row = dict(zip(self.columns, (record.query, positive, *negatives), strict=True))
             for name in text_columns:
                 sampled[name].append(row[name])
             ids: list[int] = []
             if self.has_text_ids:
                 ids = text_ids(row[name] for name in text_columns).tolist()
             scores: list[float] = []
-            if self._has_teacher_scores:
-                scores = _get_scores({name: row[name] for name in text_columns}, record)
+            if self._has_teacher_scores and record.scores is not None:
+                indices = [positive_index, *(num_positives + index for index in order)]
+                index_of_column = dict(zip(self.columns[1:], indices, strict=True))
+                passages = [name for name in text_columns if name != "query"]
+                scores = [record.scores[index_of_column[name]] for name in passages]
             labels.append(encode(ids, scores))
         if has_pair and (self.has_text_ids or self._has_teacher_scores):
             sampled["label"] = labels
@@ -234,30 +236,6 @@ class EpochSampling:
                 "(set num_hard_negatives to 0)"
             )
         return [filled[index % len(filled)] for index in range(self._num_negatives)]
-
-
-def _get_scores(row: Mapping[str, str], record: Record) -> list[float]:
-    """Return the teacher scores of a row's passages; none for a record without scores.
-
-    A record may list one text both as positive and as negative. The column "positive" then gets the
-    score of the positive, and a negative column the score of the negative. If a text is twice among
-    the positives, or among the negatives, its first score is used.
-    """
-    if record.scores is None:
-        return []
-    num_positives = len(record.positives)
-    positive_scores = record.scores[:num_positives]
-    negative_scores = record.scores[num_positives:]
-    # In reversed order, the first score of a text replaces a later one.
-    score_of_positive = dict(zip(record.positives[::-1], positive_scores[::-1], strict=True))
-    score_of_negative = dict(zip(record.negatives[::-1], negative_scores[::-1], strict=True))
-    scores = []
-    for name, text in row.items():
-        if name == "positive":
-            scores.append(score_of_positive[text])
-        elif name != "query":
-            scores.append(score_of_negative[text])
-    return scores
 
 
 def get_samplings(dataset: Any) -> list[EpochSampling]:

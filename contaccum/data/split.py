@@ -43,7 +43,6 @@ from contaccum.data.beir import (
     write_beir_folder,
     write_qrels,
 )
-from contaccum.data.dataset import store_records
 from contaccum.data.near_duplicates import (
     Grouping,
     find_near_duplicates,
@@ -231,7 +230,6 @@ def split_data(
     corpus: AnyPath | None = None,
     report: RecordReport | None = None,
     show_progress: bool = False,
-    stores_records: bool = False,
     corpus_columns: Columns = None,
 ) -> Split:
     """Write a split of training data to a new folder.
@@ -249,8 +247,6 @@ def split_data(
             negatives of the held-out queries, and a sample of the other passages.
         report: receives the counts of used and bad records; None: a new report.
         show_progress: True for a progress bar.
-        stores_records: True to store the training records for `load_training_data`, so that no
-            training on train.jsonl parses it again.
         corpus_columns: names of the columns of ``corpus``; see `read_passages`.
 
     Raises:
@@ -312,8 +308,8 @@ def split_data(
             if side == "test" and own_test is not None:
                 searched, queries, qrels = documents, own_test.queries, own_test.qrels
             else:
-                searched = given_documents
-                if searched is None:
+                searched = documents
+                if given_documents is None:
                     searched = sample_documents(side, parts, settings.documents, settings.seed)
                 num_searched = len(searched)
                 searched, queries, qrels = judge_documents(parts[side], searched)
@@ -338,8 +334,6 @@ def split_data(
             has_own_test=own_test is not None,
         )
         write_json(folder / SPLIT_RECORD, {**asdict(split), **provenance()})
-    if stores_records:
-        store_records(RecordSource(output / TRAIN_FILE), RecordReport(), training_records)
     return split
 
 
@@ -613,7 +607,8 @@ def choose_known_queries(
     }
     sides_of_fold: dict[int, dict[str, str]] = {}
     untested = order
-    for fold in count():
+    fold = 0
+    while True:
         num_held_out: Counter[str] = Counter()
         test = set(take(untested, goals["test"], num_held_out))
         untested = [group for group in untested if group not in test]
@@ -627,6 +622,7 @@ def choose_known_queries(
             }
         if grouping.count_queries(test) < max(1, goals["test"] / 2):
             return sides_of_fold, fold  # this fold and later ones do not count
+        fold += 1
 
 
 # Texts --------------------------------------------------------------------------------------------

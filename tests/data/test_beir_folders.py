@@ -196,7 +196,7 @@ def test_pairs_whose_document_is_outside_the_corpus_are_not_trained_on(tmp_path,
 
 def test_a_part_of_a_set_keeps_judgements_outside_the_corpus(tmp_path):
     folder = write_judgements_outside_the_corpus(tmp_path / "partly", "q9\td1\t1")
-    data = load_beir_folder(folder, on_bad_record="skip")
+    data = load_beir_folder(folder, report=RecordReport("skip"))
     write_part(data, {"d2"}, tmp_path / "pool")
     assert load_beir_folder(tmp_path / "pool").qrels == data.qrels
 
@@ -228,7 +228,7 @@ def test_what_is_missing_in_a_folder_is_named(tmp_path):
 def test_a_file_with_bad_records_only_is_named(tmp_path):
     folder = write_folder(tmp_path, queries=["bad", "worse"])
     with pytest.raises(DataError, match=r"queries.*: no records left to use; .* 2 left out"):
-        load_beir_folder(folder, on_bad_record="skip")
+        load_beir_folder(folder, report=RecordReport("skip"))
 
 
 def test_shipped_scifact_is_the_published_one(tmp_path):

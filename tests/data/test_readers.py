@@ -117,24 +117,6 @@ def test_a_mapping_that_cannot_be_used_is_refused(columns, word):
         parse_columns(columns)
 
 
-@pytest.mark.parametrize("separator", [";", "\t", "|"])
-def test_excel_names_the_separator_before_the_header(tmp_path, separator):
-    cells = ["query, in words", "positive"]
-    table = "\r\n".join(map(separator.join, [cells, ["q", "a, b"]]))
-    path = put(tmp_path / "a.csv", f"\ufeffsep={separator}\r\n{table}\r\n")
-    assert read(path, columns={"query": cells[0]})[0] == [Record("q", ["a, b"], [])]
-
-
-@pytest.mark.parametrize("data_format", ["pairs", "tevatron", "beir"])
-def test_json_objects_may_be_written_over_several_lines(tmp_path, data_format):
-    source = WRITERS[data_format](tmp_path)
-    for file in [source] if source.is_file() else [*source.glob("*.jsonl")]:
-        objects = [json.loads(line) for line in file.read_text().split("\n") if line]
-        file.write_text("\n".join(json.dumps(value, indent=4) for value in objects))
-    expected = [record._replace(negatives=[]) for record in RECORDS]
-    assert read(source)[0] == (expected if data_format == "beir" else RECORDS)
-
-
 @pytest.mark.parametrize("columns", [{"query": "a"}, ["query=a"], ['{"query": "a"}']])
 def test_columns_are_a_mapping_words_or_an_object(columns):
     assert parse_columns(columns) == {"query": "a"}
