@@ -360,8 +360,11 @@ class RecordSource:
                 f"({TEACHER_SCORES_REMEDY})"
             )
 
-    def records(self, report: RecordReport) -> Iterator[Record]:
-        """Yield every record that can be used, and count the others in the report."""
+    def records(self, report: RecordReport, rows: Rows | None = None) -> Iterator[Record]:
+        """Yield every record that can be used, and count the others in the report.
+
+        ``rows`` are numbered rows in memory, which replace those of the file.
+        """
         if self.data_format == "beir":
             dataset = load_beir_folder(self.path, self._split, report=report)
             report.leave_out(self.path, OUTSIDE_CORPUS, len(dataset.list_missing_documents()))
@@ -374,7 +377,9 @@ class RecordSource:
                     self._first_record = self._first_record or record
                     yield record
             return
-        rows = _read_rows(self.path, self.data_format, self._split, self._columns, "data_columns")
+        rows = rows or _read_rows(
+            self.path, self.data_format, self._split, self._columns, "data_columns"
+        )
         num_matches = 0
         roles_of_numbers = {"query", "positives", "negatives"}
         for parsed in parse_rows(self.path, rows, self._parse, report):
