@@ -21,7 +21,7 @@ from dataclasses import asdict, dataclass, field
 from functools import partial
 from itertools import chain
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
 import numpy as np
 from tqdm.auto import tqdm
@@ -30,33 +30,20 @@ from contaccum.data import Passage, RecordReport, load_beir_folder, read_passage
 from contaccum.data.beir import OUTSIDE_CORPUS
 from contaccum.data.near_duplicates import normalise
 from contaccum.data.records import Columns, RecordSource
-from contaccum.data.rows import Fault, OnBadRecord, parse_text
+from contaccum.data.rows import OnBadRecord
 from contaccum.errors import ConfigError, DataError, UserError, check_choice
 from contaccum.files import AnyPath, Fingerprint, require_writable, write_json, write_text
 from contaccum.retrieval import bm25
 
-SAMPLING = ("top", "random")
 CROSS_ENCODER_MARGIN = 3.0
 """The absolute margin with a cross-encoder, if no rule limits the scores from above."""
 
-_CANDIDATES_PER_NEGATIVE = 10
-"""Number of candidates per negative that are ranked if a rule may drop some of them. It is the
-number of sentence-transformers."""
-
+_CANDIDATES_PER_NEGATIVE = 10  # as in sentence-transformers
 _QUERIES_PER_SEARCH = 4096  # each search reads the whole pool, and holds all of its results
 
-JsonObject = dict[str, Any]
-"""A JSON object of a report or of an output file."""
-
 Ranking = tuple[np.ndarray, np.ndarray, np.ndarray]
-"""The k best passages of the pool for one query, known ones included, and its known passages.
-
-The scores of the passages, float32 (k,), descending; their rows in the pool, int64 (k,); and the
-scores of the rows of `MiningData.known`, float32 (p,).
-"""
-
-
-# Rules --------------------------------------------------------------------------------------------
+"""The k best passages of the pool for one query, known ones included: their scores, float32 (k,),
+descending, and rows, int64 (k,); and the scores of `MiningQuery.known`, float32 (p,)."""
 
 
 def _define_rule(default: Any, help_text: str, value_type: type = float, **metadata: Any) -> Any:
@@ -69,8 +56,7 @@ class SelectionRules:
     """Rules that a candidate must pass to become a hard negative of its query.
 
     A candidate with a score close to that of a positive may be relevant although nobody judged it.
-    The margins drop such candidates. If `range_max` is None, it is `range_min` + `num_negatives`;
-    with a rule that may drop candidates, or random sampling, `range_min` + 10 `num_negatives`.
+    The margins drop such candidates. The default of `range_max` is `depth`.
 
     Raises:
         ConfigError: for a value out of range.
@@ -86,20 +72,18 @@ class SelectionRules:
     absolute_margin: float | None = _define_rule(
         None,
         "keep candidates with a score of at most p - margin; p is the lowest score of the query's "
-        "positives; default with --cross_encoder and no other upper limit: 3.0",
+        "positives; default with --cross_encoder and no other margin: 3.0",
     )
     relative_margin: float | None = _define_rule(
         None, "keep candidates with a score of at most p - margin * abs(p)"
     )
-    max_score: float | None = _define_rule(None, "keep candidates with at most this score")
-    min_score: float | None = _define_rule(None, "keep candidates with at least this score")
     sampling: Literal["top", "random"] = _define_rule(
-        "top", "use the best candidates, or a random choice of them", str, choices=SAMPLING
+        "top", "use the best candidates, or a random choice of them", str, choices=("top", "random")
     )
     seed: int = _define_rule(0, "seed of the random sampling", int)
 
     def __post_init__(self) -> None:
-        check_choice("sampling", self.sampling, SAMPLING)
+        check_choice("sampling", self.sampling, ("top", "random"))
         least_range_max = self.range_min + self.num_negatives
         if self.range_max is not None and self.range_max < least_range_max:
             raise ConfigError(
@@ -111,7 +95,10 @@ class SelectionRules:
 
     @property
     def depth(self) -> int:
-        """Number of candidates per query that the rules are applied to, without positives."""
+        """Number of candidates per query that the rules are applied to, without positives.
+
+        It is more than needed if a margin or random sampling may drop some.
+        """
         if self.range_max is not None:
             return self.range_max
         if self == SelectionRules(self.num_negatives, self.range_min, seed=self.seed):
@@ -123,60 +110,60 @@ class SelectionRules:
     ) -> np.ndarray:
         """Return the positions of the candidates that become negatives, int64, ascending.
 
-        Args:
-            scores: the candidates' scores, float32 (c,), in the order of the search.
-            lowest_positive: the lowest score of the query's positives.
-            rng: a random generator, for random sampling.
+        ``scores`` of c candidates are float32 (c,), in the order of the search;
+        ``lowest_positive`` is the lowest score of the query's positives.
         """
-        highest: float | np.floating = np.inf if self.max_score is None else self.max_score
+        highest = np.float32(np.inf)
         if self.absolute_margin is not None:
-            highest = min(highest, lowest_positive - np.float32(self.absolute_margin))
+            highest = lowest_positive - np.float32(self.absolute_margin)
         if self.relative_margin is not None:
             margin = np.abs(lowest_positive) * np.float32(self.relative_margin)
             highest = min(highest, lowest_positive - margin)
-        is_allowed = scores <= highest
-        if self.min_score is not None:
-            is_allowed &= scores >= self.min_score
-        positions = np.flatnonzero(is_allowed)[self.range_min :]
+        positions = np.flatnonzero(scores <= highest)[self.range_min :]
         if self.sampling == "random":
             positions = rng.permutation(positions)
         return np.sort(positions[: self.num_negatives])
 
 
-# Data ---------------------------------------------------------------------------------------------
+class MiningQuery(NamedTuple):
+    """A query and its passages, which are named by their rows in `MiningData.documents`.
+
+    Attributes:
+        text: text of the query.
+        records: positives and negatives of its distinct records, for example
+            [([0, 4], [7]), ([2], [])] for a query with two. Known positives are no negatives. Each
+            judgement of a BEIR folder is a record.
+        positives: the positives of its records, and the others that the data have for its text.
+        known: the positives, and then the negatives of its records, each once.
+        excluded: rows of the pool that must not be mined: known positives, passages that share a
+            text or id with one, copies of the query, and negatives that the data list.
+    """
+
+    text: str
+    records: list[tuple[list[int], list[int]]]
+    positives: list[int]
+    known: list[int]
+    excluded: list[int]
 
 
 @dataclass(frozen=True)
 class MiningData:
-    """Q queries with their known passages, and the passages that are searched for negatives.
+    """Queries with their known passages, and the passages that are searched for negatives.
 
-    A passage is named by its row in `documents`. Texts that are equal after `normalise` count as
-    one passage, whatever their ids. Otherwise a copy of a positive could be mined as a negative.
+    Texts that are equal after `normalise` count as one passage, whatever their ids. Otherwise a
+    copy of a positive could be mined as a negative.
 
     Attributes:
-        queries: texts of the queries, (Q,).
+        queries: the queries.
         documents: distinct passages. The first `pool_size` are the pool, the candidates for
             negatives; the rest are known passages that are not in the pool.
-        positives: rows of each query's known positives: first those of its own records, then all
-            others that the data have for the same query text.
-        record_positives: rows of the positives of each query's distinct records, for example
-            [[0, 4], [2]] for a query with two. Each judgement of a BEIR folder is a record.
-        record_negatives: rows of the negatives that these records list, without known positives.
-        known: rows of `positives`, and then of the query's `record_negatives`, each once.
-        excluded: rows of the pool that must not be mined for each query: known positives, passages
-            that share a text or id with one, copies of the query, and negatives that the data list.
         record: path, format, fingerprint and counts of the data, for reports.
     """
 
-    queries: list[str]
+    queries: list[MiningQuery]
     documents: list[Passage]
     pool_size: int
-    positives: list[list[int]]
-    record_positives: list[list[list[int]]]
-    record_negatives: list[list[list[int]]]
-    known: list[list[int]]
-    excluded: list[list[int]]
-    record: JsonObject = field(repr=False, compare=False)
+    record: dict[str, Any] = field(repr=False, compare=False)
 
 
 def load_mining_data(
@@ -197,9 +184,8 @@ def load_mining_data(
     list are not added to the pool.
 
     Args:
-        source: training data in any format that `read_records` reads; or records in memory, each a
-            mapping with "query" (a text), "positive", and, if it has any, "negatives" or "negative"
-            (each a text, or a list of texts).
+        source: training data in any format that `read_records` reads; or records in memory, such as
+            a `datasets.Dataset`, each a mapping with the fields of docs/data.md.
         corpus, corpus_columns: passages and the names of their columns; see `read_passages`.
         data_format, split, columns, min_score: see `read_records`.
         on_bad_record: "stop" raises an error at the first bad record, "skip" counts it.
@@ -209,35 +195,33 @@ def load_mining_data(
         DataError: for data that cannot be read, no query with a positive, or an empty pool.
     """
     report = RecordReport(on_bad_record)
-    record: JsonObject = {"path": "records", "format": "records"}
-    record["corpus"] = None if corpus is None else str(corpus)
+    rows_in_memory = None
+    if not isinstance(source, (str, os.PathLike)):
+        rows_in_memory = enumerate(source)
+        source, data_format = "records", "pairs"
+    data_source = RecordSource(source, data_format, split, columns, min_score=min_score)
     pool: Iterable[Passage] | None = None  # None: the positives of the records
     # The query, the positives and the negatives of each record.
     records: Iterable[tuple[str, list[Passage], Sequence[str]]]
-    if not isinstance(source, (str, os.PathLike)):
-        records = _read_from_memory(source)
+    if data_source.data_format == "beir":
+        dataset = load_beir_folder(data_source.path, split, report=report)
+        num_missing = len(dataset.list_missing_documents())
+        report.leave_out(data_source.path, OUTSIDE_CORPUS, num_missing)
+        passages = {name: Passage(name, **texts) for name, texts in dataset.corpus.items()}
+        pool = passages.values()
+        # By default, training makes a row of each judgement of a BEIR folder, and a row of each
+        # record of other formats. Training on mined data makes the same rows.
+        records = [
+            (dataset.queries[name], [passages[document]], ())
+            for name, grades in dataset.qrels.items()
+            for document, grade in grades.items()
+            if grade > 0 and document in passages
+        ]
     else:
-        data_source = RecordSource(source, data_format, split, columns, min_score=min_score)
-        record.update(path=str(source), format=data_source.data_format, split=split)
-        if data_source.data_format == "beir":
-            dataset = load_beir_folder(data_source.path, split, report=report)
-            num_missing = len(dataset.list_missing_documents())
-            report.leave_out(data_source.path, OUTSIDE_CORPUS, num_missing)
-            passages = {name: Passage(name, **texts) for name, texts in dataset.corpus.items()}
-            pool = passages.values()
-            # By default, training makes a row of each judgement of a BEIR folder, and a row of each
-            # record of other formats. Training on mined data makes the same rows.
-            records = [
-                (dataset.queries[name], [passages[document]], ())
-                for name, grades in dataset.qrels.items()
-                for document, grade in grades.items()
-                if grade > 0 and document in passages
-            ]
-        else:
-            records = (
-                (row.query, _make_passages(row.positives), row.negatives)
-                for row in data_source.records(report)
-            )
+        records = (
+            (record.query, _make_passages(record.positives), record.negatives)
+            for record in data_source.records(report, rows_in_memory)
+        )
     if corpus is not None:
         pool = read_passages(corpus, report, may_be_blank=True, columns=corpus_columns)
     elif corpus_columns:
@@ -262,24 +246,24 @@ def load_mining_data(
     # of equal text have: the rows of their positives, and the keys of passages that are copies of a
     # positive, a negative or the query.
     records_of_query: dict[str, dict[tuple[int, ...], list[str]]] = defaultdict(dict)
-    known_rows: dict[bytes, dict[int, None]] = defaultdict(dict)
+    positives_of_text: dict[bytes, dict[int, None]] = defaultdict(dict)
     copies: dict[bytes, set[bytes | str]] = defaultdict(set)
     for query, judged, negatives in records:
-        positives = [passage for passage in judged if passage.passage]
-        if positives:
-            rows = dict.fromkeys(map(find_row, positives))
+        known_passages = [passage for passage in judged if passage.passage]
+        if known_passages:
+            rows = dict.fromkeys(map(find_row, known_passages))
             records_of_query[query].setdefault(tuple(rows), []).extend(negatives)
             text_hash = _hash_text(query)
-            known_rows[text_hash] |= rows
-            copies[text_hash].update([text_hash], *map(_list_copy_keys, positives))
+            positives_of_text[text_hash] |= rows
+            copies[text_hash].update([text_hash], *map(_list_copy_keys, known_passages))
             copies[text_hash].update(map(_hash_text, negatives))
-            content.add(query, *(passage.passage for passage in positives), *negatives)
+            content.add(query, *(passage.passage for passage in known_passages), *negatives)
     if pool is None:
         pool_size = len(documents)
     if pool_size == 0:
-        raise DataError(f"{record['path']}: no passage is left to mine in (correct the data)")
+        raise DataError(f"{source}: no passage is left to mine in (correct the data)")
     if not records_of_query:
-        raise DataError(f"{record['path']}: no query has a positive (correct the data)")
+        raise DataError(f"{source}: no query has a positive (correct the data)")
 
     # A table of the keys of all passages would take much memory for a large corpus. Only the keys
     # of queries and known passages are needed.
@@ -288,46 +272,35 @@ def load_mining_data(
     for row, passage in enumerate(documents[:pool_size]):
         for key in needed_keys.intersection(_list_copy_keys(passage)):
             rows_of_key[key].append(row)
-    data = MiningData(list(records_of_query), documents, pool_size, [], [], [], [], [], record)
-    num_pairs = 0
-    for query, rows_of_records in records_of_query.items():
+    queries = []
+    num_pairs = num_negatives = 0
+    for query, negatives_of_record in records_of_query.items():
         text_hash = _hash_text(query)
-        own_rows = dict.fromkeys(chain.from_iterable(rows_of_records))
-        num_pairs += len(own_rows)
-        positive_rows = own_rows | known_rows[text_hash]
-        data.positives.append(list(positive_rows))
-        data.record_positives.append(list(map(list, rows_of_records)))
-        record_negatives = []
-        for texts in rows_of_records.values():
-            rows = dict.fromkeys(map(find_row, _make_passages(texts)))
-            record_negatives.append([row for row in rows if row not in positive_rows])
-        data.record_negatives.append(record_negatives)
-        data.known.append(list(dict.fromkeys(chain(positive_rows, *record_negatives))))
-        excluded = set(chain.from_iterable(rows_of_key[key] for key in copies[text_hash]))
-        data.excluded.append(sorted(excluded))
-    record["records"] = report.summary()
-    record["fingerprint"] = content.hex()
-    num_negatives = sum(map(len, data.known)) - sum(map(len, data.positives))
-    record.update(
-        queries=len(data.queries), pairs=num_pairs, negatives=num_negatives, passages=pool_size
-    )
-    return data
-
-
-def _read_from_memory(
-    records: Iterable[Mapping[str, Any]],
-) -> Iterator[tuple[str, list[Passage], list[str]]]:
-    for number, record in enumerate(records):
-        negatives = record.get("negatives") or record.get("negative") or []
-        texts: dict[str, list[str]] = {}
-        try:
-            query = parse_text(record.get("query"), "query")
-            for role, value in (("positive", record.get("positive")), ("negative", negatives)):
-                values = [value] if isinstance(value, str) or value is None else value
-                texts[role] = [parse_text(text, role) for text in values]
-        except Fault as fault:
-            raise DataError(f"record {number}: {fault} (correct the record)") from fault
-        yield query, _make_passages(texts["positive"]), texts["negative"]
+        own_positives = dict.fromkeys(chain.from_iterable(negatives_of_record))
+        positives = list(own_positives | positives_of_text[text_hash])
+        records_in_rows = []
+        for positive_rows, texts in negatives_of_record.items():
+            negative_rows = dict.fromkeys(map(find_row, _make_passages(texts)))
+            own_negatives = [row for row in negative_rows if row not in positives]
+            records_in_rows.append((list(positive_rows), own_negatives))
+        known = list(dict.fromkeys(chain(positives, *(rows for _, rows in records_in_rows))))
+        excluded = sorted(set(chain.from_iterable(rows_of_key[key] for key in copies[text_hash])))
+        queries.append(MiningQuery(query, records_in_rows, positives, known, excluded))
+        num_pairs += len(own_positives)
+        num_negatives += len(known) - len(positives)
+    record = {
+        "path": str(source),
+        "format": "records" if rows_in_memory else data_source.data_format,
+        "split": split,
+        "corpus": None if corpus is None else str(corpus),
+        "records": report.summary(),
+        "fingerprint": content.hex(),
+        "queries": len(queries),
+        "pairs": num_pairs,
+        "negatives": num_negatives,
+        "passages": pool_size,
+    }
+    return MiningData(queries, documents, pool_size, record)
 
 
 def _make_passages(texts: Iterable[str]) -> list[Passage]:
@@ -349,36 +322,32 @@ def _list_copy_keys(passage: Passage) -> list[bytes | str]:
     return keys + [_hash_text(text) for text in {passage.passage, passage.text.strip()} if text]
 
 
-# Mining -------------------------------------------------------------------------------------------
-
-
 @dataclass
 class MinedNegatives:
-    """The result of `mine_hard_negatives` for Q queries; each list has an entry per query.
+    """The result of `mine_hard_negatives`; each list has an entry per query of the data.
 
     Attributes:
-        data: the queries and passages.
         settings: settings of the search, and the selection rules.
-        rows: the mined negatives, as rows of `data.documents`, int64 (n,), where n is at most
-            `num_negatives`, in the order of the search, also with a cross-encoder.
+        rows: the mined negatives, as rows of `data.documents`, int64 (n,), n <= `num_negatives`, in
+            the order of the search, also with a cross-encoder.
         scores: scores of these negatives, float32 (n,): the logits of the cross-encoder, or,
             without one, the scores of the search.
-        known_scores: scores of `data.known`, of the same kind.
+        known_scores: scores of the query's known passages, of the same kind.
     """
 
     data: MiningData
-    settings: JsonObject
+    settings: dict[str, Any]
     rows: list[np.ndarray] = field(default_factory=list)
     scores: list[np.ndarray] = field(default_factory=list)
     known_scores: list[np.ndarray] = field(default_factory=list)
 
     @property
     def positive_scores(self) -> list[np.ndarray]:
-        """Scores of `data.positives`."""
-        pairs = zip(self.known_scores, self.data.positives, strict=True)
-        return [scores[: len(positives)] for scores, positives in pairs]
+        """Scores of each query's known positives."""
+        pairs = zip(self.known_scores, self.data.queries, strict=True)
+        return [scores[: len(query.positives)] for scores, query in pairs]
 
-    def record(self) -> JsonObject:
+    def record(self) -> dict[str, Any]:
         """Return settings, counts and mean scores, for a report."""
         num_negatives = self.settings["num_negatives"]
         return {
@@ -411,7 +380,7 @@ def mine_hard_negatives(
         data: a `MiningData`, or a source that `load_mining_data` reads.
         model: a SentenceTransformer; None ranks passages with BM25, which needs no model.
         cross_encoder: a CrossEncoder whose logits replace the scores of candidates and positives;
-            see `load_cross_encoder`. Without a margin or a `max_score`, `absolute_margin` is then
+            see `load_cross_encoder`. Without a margin, `absolute_margin` is then
             `CROSS_ENCODER_MARGIN`.
         similarity: "cos" or "dot"; None: the model's own similarity.
         batch_size, precision: see `encode_texts`.
@@ -423,14 +392,14 @@ def mine_hard_negatives(
         DataError: for data that cannot be used, or if no query has a negative.
         UserError: if the model's embeddings hold NaN or infinity.
     """
-    upper_limits = ("absolute_margin", "relative_margin", "max_score")
-    if cross_encoder is not None and all(rules.get(name) is None for name in upper_limits):
+    margins = (rules.get("absolute_margin"), rules.get("relative_margin"))
+    if cross_encoder is not None and margins == (None, None):
         rules = {**rules, "absolute_margin": CROSS_ENCODER_MARGIN}
     selection_rules = SelectionRules(**rules)
     depth = selection_rules.depth
     if not isinstance(data, MiningData):
         data = load_mining_data(data)
-    settings: JsonObject = {"method": "bm25" if model is None else "dense"}
+    settings: dict[str, Any] = {"method": "bm25" if model is None else "dense"}
     settings |= {**asdict(selection_rules), "range_max": depth}
     if model is None:
         rankings = _rank_by_bm25(data, depth, show_progress)
@@ -451,24 +420,22 @@ def mine_hard_negatives(
     mined = MinedNegatives(data, settings)
     rng = np.random.default_rng(selection_rules.seed)
     progress = tqdm(rankings, desc="Mining", total=len(data.queries), disable=not show_progress)
-    for query, (scores, rows, known_scores) in enumerate(progress):
-        candidates = np.flatnonzero(~np.isin(rows, data.excluded[query]))[:depth]
+    for query, (scores, rows, known_scores) in zip(data.queries, progress, strict=True):
+        candidates = np.flatnonzero(~np.isin(rows, query.excluded))[:depth]
         rows = rows[candidates]
         scores = scores[candidates]
         if cross_encoder is not None:
             from torch.nn import Identity
 
-            known = data.known[query]
-            texts = [data.documents[row].passage for row in [*known, *rows]]
             # Logits, because a margin such as 3 has no meaning for scores between 0 and 1.
             logits = cross_encoder.predict(
-                [(data.queries[query], text) for text in texts],
+                [(query.text, data.documents[row].passage) for row in [*query.known, *rows]],
                 batch_size=batch_size,
                 activation_fn=Identity(),
                 show_progress_bar=False,
             )
-            known_scores, scores = np.split(logits, [len(known)])
-        lowest_positive = known_scores[: len(data.positives[query])].min()
+            known_scores, scores = np.split(logits, [len(query.known)])
+        lowest_positive = known_scores[: len(query.positives)].min()
         selected = selection_rules.select(scores, lowest_positive, rng)
         mined.rows.append(rows[selected])
         mined.scores.append(scores[selected])
@@ -493,26 +460,27 @@ def _rank_by_model(
 
     texts = [document.passage for document in data.documents]
     passage_embeddings = encode(texts, "document")
-    query_embeddings = prepare_vectors(encode(data.queries, "query"), metric, "query embedding")
+    query_embeddings = encode([query.text for query in data.queries], "query")
+    query_embeddings = prepare_vectors(query_embeddings, metric, "query embedding")
     index = build_index(passage_embeddings[: data.pool_size], metric=metric)
     for start in range(0, len(data.queries), _QUERIES_PER_SEARCH):
-        queries = query_embeddings[start : start + _QUERIES_PER_SEARCH]
-        excluded = data.excluded[start : start + _QUERIES_PER_SEARCH]
-        all_scores, all_rows = search(index, queries, depth + max(map(len, excluded)))
-        for number, embedding in enumerate(queries):
-            known = passage_embeddings[data.known[start + number]]
-            known = prepare_vectors(known, metric, "document embedding")
-            yield all_scores[number], all_rows[number], known @ embedding
+        queries = data.queries[start : start + _QUERIES_PER_SEARCH]
+        embeddings = query_embeddings[start : start + _QUERIES_PER_SEARCH]
+        most_excluded = max(len(query.excluded) for query in queries)
+        results = zip(*search(index, embeddings, depth + most_excluded), strict=True)
+        for query, embedding, (scores, rows) in zip(queries, embeddings, results, strict=True):
+            known = prepare_vectors(passage_embeddings[query.known], metric, "document embedding")
+            yield scores, rows, known @ embedding
 
 
 def _rank_by_bm25(data: MiningData, depth: int, show_progress: bool) -> Iterator[Ranking]:
     """Yield the best passages for each query that share a word with it, as `_rank_by_model`."""
     # Known passages outside the pool are included, so that they have scores too.
-    texts = [document.passage for document in data.documents]
-    index = bm25.build_index(texts, show_progress)
-    for query, scores in enumerate(bm25.score_queries(index, data.queries)):
-        rows = bm25.find_best(scores[: data.pool_size], depth + len(data.excluded[query]))
-        yield scores[rows], rows, scores[data.known[query]]
+    index = bm25.build_index([document.passage for document in data.documents], show_progress)
+    all_scores = bm25.score_queries(index, [query.text for query in data.queries])
+    for query, scores in zip(data.queries, all_scores, strict=True):
+        rows = bm25.find_best(scores[: data.pool_size], depth + len(query.excluded))
+        yield scores[rows], rows, scores[query.known]
 
 
 def load_cross_encoder(
@@ -552,8 +520,7 @@ def load_cross_encoder(
 def check_output(path: AnyPath) -> Path:
     """Check that negatives can be written to `path`, and make its folder; return the path.
 
-    Raises:
-        UserError: for a file or report that exists, or a folder that is not writable.
+    Raises `UserError` for a file or report that exists, or a folder that is not writable.
     """
     path = Path(path)
     require_writable(path)
@@ -564,24 +531,13 @@ def check_output(path: AnyPath) -> Path:
 
 
 def write_mined(
-    mined: MinedNegatives, path: AnyPath, report: JsonObject | None = None
+    mined: MinedNegatives, path: AnyPath, report: dict[str, Any] | None = None
 ) -> tuple[Path, Path]:
     """Write negatives to `path` as JSON lines, and a report to `path` + ".report.json".
 
     There is a line for each record of the data, with all its positives, its own negatives and then
-    those mined for its query, and with the scores of all. A file is written completely or not at
-    all.
-
-    Args:
-        mined: the negatives.
-        path: a file that does not exist.
-        report: entries for the report, besides `mined.record()`.
-
-    Returns:
-        The path of the negatives and the path of the report.
-
-    Raises:
-        UserError: see `check_output`.
+    those mined for its query, and with the scores of all. ``report`` has entries for the report,
+    besides `mined.record()`. The paths of both files are returned. For errors see `check_output`.
     """
     path = check_output(path)
     write_text(path, _format_lines(mined))
@@ -593,20 +549,16 @@ def write_mined(
 def _format_lines(mined: MinedNegatives) -> Iterator[str]:
     data = mined.data
     # A file has either only lists or no lists, so that each of its columns has one type.
-    has_lists = any(len(rows) > 1 for rows in chain.from_iterable(data.record_positives))
-    for query, text in enumerate(data.queries):
-        known_scores = mined.known_scores[query].tolist()
-        score_of_row = dict(zip(data.known[query], known_scores, strict=True))
-        mined_scores = mined.scores[query].tolist()
-        rows_of_records = zip(
-            data.record_positives[query], data.record_negatives[query], strict=True
-        )
-        for rows, own_negatives in rows_of_records:
+    has_lists = any(len(rows) > 1 for query in data.queries for rows, _ in query.records)
+    for number, query in enumerate(data.queries):
+        score_of_row = dict(zip(query.known, mined.known_scores[number].tolist(), strict=True))
+        mined_scores = mined.scores[number].tolist()
+        for rows, own_negatives in query.records:
             positives = [data.documents[row].passage for row in rows]
             scores = [score_of_row[row] for row in rows]
-            negatives = [*own_negatives, *mined.rows[query]]
+            negatives = [*own_negatives, *mined.rows[number]]
             record = {
-                "query": text,
+                "query": query.text,
                 "positive": positives if has_lists else positives[0],
                 "negatives": [data.documents[row].passage for row in negatives],
                 "positive_score": scores if has_lists else scores[0],

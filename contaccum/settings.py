@@ -230,9 +230,6 @@ class DataSettings:
     positives: Literal["draw", "first", "all"] | None = option(
         None, "Of several positives: sample one in each epoch, use the first, or use all."
     )
-    negatives_from: int | None = option(
-        None, "Sample hard negatives from the first N of a record. Default: from all."
-    )
     missing_negatives: Literal["fill", "drop"] = option(
         "fill",
         "A record with too few negatives: fill up with passages of other records, or drop it.",

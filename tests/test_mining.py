@@ -1,7 +1,6 @@
 """Hard negatives: which passages are mined, which never are, their scores and their files."""
 
 import copy
-import gzip
 import json
 from collections import Counter
 from collections.abc import Iterable
@@ -13,7 +12,8 @@ import pytest
 import torch
 from datasets import Dataset
 from sample_texts import sentences
-from sentence_transformers import util
+from sentence_transformers import SentenceTransformer, util
+from sentence_transformers.sentence_transformer.modules import BoW
 from small_data import read_lines, write_beir, write_beir_to_mine, write_lines, write_pairs_to_mine
 from transformers import BertForMaskedLM, BertForSequenceClassification
 
@@ -96,7 +96,6 @@ def list_rows(mined: MinedNegatives) -> list[list[int]]:
         {"relative_margin": 0.0, "range_max": 20},
         {"relative_margin": 0.001, "range_max": 30},
         {"absolute_margin": 0.0, "range_min": 1},
-        {"max_score": 0.95, "min_score": 0.5, "range_max": 12},
     ],
 )
 def test_rules_are_those_of_sentence_transformers(model, pairs, rules):
@@ -110,36 +109,31 @@ def test_rules_are_those_of_sentence_transformers(model, pairs, rules):
     for row in their_rows:
         _, *negatives = row["positive"]  # this column has the positive and then the negatives
         expected[row["query"]] = negatives
-    for number, query in enumerate(mined.data.queries):
+    for query, rows in zip(mined.data.queries, mined.rows, strict=True):
         # sentence-transformers leaves out queries with too few negatives.
-        if query in expected:
-            negatives = get_passages(mined.data, mined.rows[number])
-            assert negatives == expected[query]
+        if query.text in expected:
+            assert get_passages(mined.data, rows) == expected[query.text]
     assert len(expected) > 5
 
 
 def test_random_sampling_chooses_every_candidate_equally_often():
-    """Scores between -7 and -1 leave rows 1 to 7, and range_min skips the first two of them."""
-    rules = SelectionRules(
-        num_negatives=1, range_min=2, max_score=-1, min_score=-7, sampling="random"
-    )
-    scores = -np.arange(10, dtype=np.float32)
+    """The margin leaves rows 1 to 9, and range_min skips the first two of them."""
+    rules = SelectionRules(num_negatives=1, range_min=2, absolute_margin=1, sampling="random")
     rng = np.random.default_rng(0)
     counts: Counter[int] = Counter()
-    for _ in range(2000):
-        selected = rules.select(scores, np.float32(1), rng)
-        counts[int(selected[0])] += 1
-    assert set(counts) == {3, 4, 5, 6, 7}
+    for _ in range(2800):
+        [selected] = rules.select(-np.arange(10, dtype=np.float32), np.float32(0), rng)
+        counts[int(selected)] += 1
+    assert set(counts) == {3, 4, 5, 6, 7, 8, 9}
     # 400 on average, plus or minus four standard deviations of 18
-    assert all(330 < count < 470 for count in counts.values())
+    assert all(328 < count < 472 for count in counts.values())
 
 
 def test_random_sampling_depends_on_the_seed_alone(model, pairs):
-    first = mine(model, pairs, sampling="random", seed=0)
-    repeated = mine(model, pairs, sampling="random", seed=0)
-    other = mine(model, pairs, sampling="random", seed=1)
-    assert list_rows(first) == list_rows(repeated)
-    assert list_rows(other) != list_rows(repeated)
+    first, again, other = (
+        mine(model, pairs, sampling="random", seed=seed, num_negatives=2) for seed in (0, 0, 1)
+    )
+    assert list_rows(first) == list_rows(again) != list_rows(other)
 
 
 @pytest.mark.parametrize("similarity", ["cos", "dot"])
@@ -154,16 +148,34 @@ def test_negatives_are_the_best_passages_that_are_not_excluded(
     mined = mine(model, data, similarity=similarity, num_negatives=4)
     is_cosine = similarity == "cos"
     passages = [{"title": passage.title, "text": passage.text} for passage in data.documents]
-    query_embeddings = model.encode_queries(data.queries, normalize_embeddings=is_cosine)
+    texts = [query.text for query in data.queries]
+    query_embeddings = model.encode_queries(texts, normalize_embeddings=is_cosine)
     passage_embeddings = model.encode_corpus(passages, normalize_embeddings=is_cosine)
-    expected = query_embeddings @ passage_embeddings.T
-    for number in range(10):
-        scores = expected[number]
-        order = [row for row in np.argsort(-scores) if row not in data.excluded[number]]
+    all_scores = query_embeddings @ passage_embeddings.T
+    for number, (query, scores) in enumerate(zip(data.queries, all_scores, strict=True)):
+        order = [row for row in np.argsort(-scores) if row not in query.excluded]
         assert mined.rows[number].tolist() == order[:4]
         assert mined.scores[number] == pytest.approx(scores[order[:4]], abs=1e-5)
-        positive_scores = scores[data.positives[number]]
+        positive_scores = scores[query.positives]
         assert mined.positive_scores[number] == pytest.approx(positive_scores, abs=1e-5)
+
+
+def test_each_of_many_queries_gets_its_own_best_passages():
+    """Queries are searched 4,096 at a time. A query is a number of words, and so is a passage."""
+    words = [f"w{number}" for number in range(13)]
+    model = SentenceTransformer(modules=[BoW(words)], device="cpu")
+    texts = [
+        " ".join(words[bit] for bit in range(13) if number >> bit & 1) for number in range(1, 5000)
+    ]
+    records = [{"query": text, "positive": f"{text} x"} for text in texts]
+    mined = mine(model, records, num_negatives=1, similarity="cos")
+    vectors = np.array([[float(word in text.split()) for word in words] for text in texts])
+    vectors /= np.linalg.norm(vectors, axis=1, keepdims=True)
+    for number in (0, 4095, 4096, len(texts) - 1):
+        scores = vectors @ vectors[number]
+        scores[number] = 0  # its positive
+        assert mined.scores[number] == pytest.approx(scores.max(), abs=1e-6)
+        assert scores[mined.rows[number]] == pytest.approx(scores.max(), abs=1e-6)
 
 
 def test_margins_start_at_the_lowest_of_several_positives(model, pairs):
@@ -238,31 +250,29 @@ def test_a_cross_encoder_drops_candidates_close_to_the_positives(
         range_max=12,
     )
     without_cross_encoder = mine(model, pairs, num_negatives=12)
-    data = mined.data
-    for number, query in enumerate(data.queries):
-        positives = get_passages(data, data.positives[number])
-        positive_logits = compute_logits(cross_encoder, query, positives)
-        candidates = without_cross_encoder.rows[number].tolist()
-        logits = compute_logits(cross_encoder, query, get_passages(data, candidates))
-        passing = []
-        for logit, row in zip(logits, candidates, strict=True):
-            if logit <= min(positive_logits) - margin:
-                passing.append(row)
+    for number, query in enumerate(mined.data.queries):
 
+        def compute(rows: Iterable[int], text: str = query.text) -> list[float]:
+            return compute_logits(cross_encoder, text, get_passages(mined.data, rows))
+
+        positive_logits = compute(query.positives)
+        candidates = without_cross_encoder.rows[number].tolist()
+        logits = compute(candidates)
+        limit = min(positive_logits) - margin
+        passing = [row for logit, row in zip(logits, candidates, strict=True) if logit <= limit]
         negatives = mined.rows[number].tolist()
         assert len(negatives) == min(2, len(passing))
         assert set(negatives) <= set(passing)
         if sampling == "top":
             assert negatives == passing[:2]
-        negative_logits = compute_logits(cross_encoder, query, get_passages(data, negatives))
-        assert mined.scores[number] == pytest.approx(negative_logits, abs=1e-4)
+        assert mined.scores[number] == pytest.approx(compute(negatives), abs=1e-4)
         assert mined.positive_scores[number] == pytest.approx(positive_logits, abs=1e-4)
 
 
 def test_the_default_margin_with_a_cross_encoder_is_3(model, cross_encoder, pairs):
     default = mine(model, pairs, cross_encoder=cross_encoder)
     assert default.settings["absolute_margin"] == 3
-    limited = mine(model, pairs, cross_encoder=cross_encoder, max_score=0.0)
+    limited = mine(model, pairs, cross_encoder=cross_encoder, relative_margin=0.1)
     assert limited.settings["absolute_margin"] is None
 
 
@@ -319,12 +329,11 @@ def mined(model, cross_encoder, pairs, beir) -> dict[str, MinedNegatives]:
 
 def list_training_rows(mined: MinedNegatives) -> list[tuple[str, str, set[str]]]:
     """Return the query, first positive and negatives of each row that training should read."""
-    data = mined.data
     rows = []
-    for number, query in enumerate(data.queries):
-        negatives = set(get_passages(data, mined.rows[number]))
-        for positives in data.record_positives[number]:
-            rows.append((query, data.documents[positives[0]].passage, negatives))
+    for query, mined_rows in zip(mined.data.queries, mined.rows, strict=True):
+        negatives = set(get_passages(mined.data, mined_rows))
+        for positives, _ in query.records:
+            rows.append((query.text, mined.data.documents[positives[0]].passage, negatives))
     return rows
 
 
@@ -405,37 +414,20 @@ def test_an_unusable_output_is_refused(tmp_path, name, message):
 
 
 def test_the_pool_of_pairs_is_their_distinct_positives(tmp_path):
-    """Queries of equal text share their positives."""
-    pairs = [("q1", "a"), ("q2", "b"), ("q1", "c"), ("q1", "a"), ("Q1 ", "d")]
+    """Queries of equal text share their positives, and all of them are excluded."""
+    pairs = [("q1", "a"), ("q2", ["b", "e"]), ("q1", "c"), ("q1", "a"), ("Q1 ", "d")]
     lines = [{"query": query, "positive": positive} for query, positive in pairs]
     data = load_mining_data(write_lines(tmp_path / "p.jsonl", lines))
-    assert data.queries == ["q1", "q2", "Q1 "]
-    assert data.pool_size == 4
-    positives = [get_passages(data, rows) for rows in data.positives]
-    assert positives == [["a", "c", "d"], ["b"], ["d", "a", "c"]]
-    excluded = [get_passages(data, rows) for rows in data.excluded]
-    assert excluded == [["a", "c", "d"], ["b"], ["a", "c", "d"]]
-    record_positives = []
-    for records in data.record_positives:
-        record_positives.append([get_passages(data, rows) for rows in records])
-    assert record_positives == [[["a"], ["c"]], [["b"]], [["d"]]]
-    assert data.record["queries"] == 3
-    assert data.record["pairs"] == 4
-    assert data.record["passages"] == 4
-
-
-def test_further_positives_of_a_record_are_excluded(tmp_path):
-    contexts = [{"title": "T", "text": "a"}, {"title": "T", "text": "b"}]
-    dpr_file = tmp_path / "d.json"
-    dpr_file.write_text(json.dumps([{"question": "q", "positive_ctxs": contexts}]))
-    for source, expected in (
-        (dpr_file, ["T a", "T b"]),
-        ([{"query": "q", "positive": ["a", "b"]}], ["a", "b"]),
-    ):
-        data = load_mining_data(source)
-        assert get_passages(data, data.positives[0]) == expected
-        assert data.record_positives == [[[0, 1]]]
-        assert data.excluded == [[0, 1]]
+    assert [query.text for query in data.queries] == ["q1", "q2", "Q1 "]
+    assert get_passages(data, range(data.pool_size)) == ["a", "b", "e", "c", "d"]
+    positives = [get_passages(data, query.positives) for query in data.queries]
+    assert positives == [["a", "c", "d"], ["b", "e"], ["d", "a", "c"]]
+    excluded = [get_passages(data, query.excluded) for query in data.queries]
+    assert list(map(sorted, excluded)) == list(map(sorted, positives))
+    records = [[get_passages(data, rows) for rows, _ in query.records] for query in data.queries]
+    assert records == [[["a"], ["c"]], [["b", "e"]], [["d"]]]
+    counts = {name: data.record[name] for name in ("queries", "pairs", "passages")}
+    assert counts == {"queries": 3, "pairs": 5, "passages": 5}
 
 
 DOCUMENTS = {
@@ -457,47 +449,37 @@ def test_copies_of_a_positive_are_excluded(tmp_path):
     qrels = [("q0", "d0", 1), ("q1", "d5", 2), ("q1", "d6", 0)]
     data = load_mining_data(write_beir(tmp_path / "b", DOCUMENTS, QUERIES, qrels))
     assert [document.id for document in data.documents] == ["d0", "d2", "d3", "d5", "d6"]
-    assert get_ids(data, data.excluded[0]) == ["d0", "d2", "d3", "d6"]
-    assert get_ids(data, data.excluded[1]) == ["d5"]
-    assert len(data.excluded) == 2
+    assert [get_ids(data, query.excluded) for query in data.queries] == [
+        ["d0", "d2", "d3", "d6"],
+        ["d5"],
+    ]
 
 
-def write_packed_corpus(path: Path) -> Path:
-    """Write DOCUMENTS, without the empty one, as JSON lines that are compressed with gzip."""
-    lines = []
-    for document_id, (title, text) in DOCUMENTS.items():
-        if title or text:
-            lines.append(json.dumps({"_id": document_id, "title": title, "text": text}))
-    path.write_bytes(gzip.compress("\n".join(lines).encode()))
-    return path
-
-
-def test_a_separate_corpus_is_the_whole_pool(tmp_path):
-    pairs = write_lines(tmp_path / "p.jsonl", [{"query": "q", "positive": "It is blue."}])
-    data = load_mining_data(pairs, write_packed_corpus(tmp_path / "c.jsonl.gz"))
-    assert data.pool_size == 5
-    assert data.positives == [[1]]
-    assert get_ids(data, data.excluded[0]) == ["d0", "d2", "d3"]
+@pytest.mark.parametrize("positive", ["It is blue.", "Another answer"])
+def test_a_separate_corpus_is_the_whole_pool(tmp_path, positive):
+    """Its empty document is not in the pool, nor is a positive that it lacks."""
+    rows = [
+        {"_id": name, "title": title, "text": text} for name, (title, text) in DOCUMENTS.items()
+    ]
+    corpus = write_lines(tmp_path / "corpus.jsonl", rows)
+    data = load_mining_data([{"query": "q", "positive": positive}], corpus)
+    assert get_ids(data, range(data.pool_size)) == ["d0", "d2", "d3", "d5", "d6"]
+    [query] = data.queries
+    is_there = positive == "It is blue."
+    assert query.positives == ([1] if is_there else [5])
+    assert get_ids(data, query.excluded) == (["d0", "d2", "d3"] if is_there else [])
 
 
 def test_the_columns_of_a_separate_corpus_may_have_other_names(tmp_path):
-    corpus = tmp_path / "chunks.json"
-    corpus.write_text(json.dumps([{"chunk": 7, "content": "Nothing of the kind"}]))
+    corpus = write_lines(
+        tmp_path / "chunks.jsonl", [{"chunk": 7, "content": "Nothing of the kind"}]
+    )
     columns = {"id": "chunk", "text": "content"}
     pairs = [{"query": "q", "positive": "It is blue."}]
     data = load_mining_data(pairs, corpus, corpus_columns=columns)
-    assert [document.id for document in data.documents[: data.pool_size]] == ["7"]
+    assert get_ids(data, range(data.pool_size)) == ["7"]
     with pytest.raises(ConfigError, match="corpus_columns: there is no corpus"):
         load_mining_data(pairs, corpus_columns=columns)
-
-
-def test_a_positive_that_a_separate_corpus_lacks_is_not_in_the_pool(tmp_path):
-    pairs = write_lines(tmp_path / "p.jsonl", [{"query": "q", "positive": "It is blue."}])
-    other = write_lines(tmp_path / "other.jsonl", [{"_id": "x", "text": "Nothing of the kind"}])
-    data = load_mining_data(pairs, other)
-    assert data.pool_size == 1
-    assert data.positives == [[1]]
-    assert data.excluded == [[]]
 
 
 def test_a_separate_corpus_excludes_positives_by_id_too(tmp_path):
@@ -505,7 +487,7 @@ def test_a_separate_corpus_excludes_positives_by_id_too(tmp_path):
     # The text of d0 has changed.
     documents = [{"_id": "d0", "text": "Sky: blue"}, {"_id": "d9", "text": "Other"}]
     data = load_mining_data(folder, write_lines(tmp_path / "c.jsonl", documents))
-    assert data.excluded == [[0], []]
+    assert [query.excluded for query in data.queries] == [[0], []]
     assert data.record["fingerprint"] != load_mining_data(folder).record["fingerprint"]
 
 
@@ -530,24 +512,6 @@ def test_a_bad_record_is_named_or_left_out(tmp_path):
     assert "1 left out" in load_mining_data(path, on_bad_record="skip").record["records"]
 
 
-def test_a_search_in_groups_mines_the_same_negatives(model, pairs, monkeypatch):
-    expected = mine(model, pairs, num_negatives=3)
-    monkeypatch.setattr("contaccum.mining._QUERIES_PER_SEARCH", 10)
-    grouped = mine(model, pairs, num_negatives=3)
-    assert len(grouped.rows) > 2
-    assert list_rows(grouped) == list_rows(expected)
-    np.testing.assert_allclose(
-        np.concatenate(grouped.scores), np.concatenate(expected.scores), rtol=1e-6
-    )
-
-
-def test_blank_passages_of_a_separate_corpus_are_not_mined(tmp_path):
-    corpus = [{"_id": "d1", "text": "one"}, {"_id": "d2", "title": "", "text": ""}]
-    path = write_lines(tmp_path / "corpus.jsonl", corpus)
-    data = load_mining_data([{"query": "q", "positive": "p"}], corpus=path)
-    assert data.pool_size == 1
-
-
 # Negatives that the data have.
 
 OWN = [
@@ -561,23 +525,21 @@ CORPUS = ["the cat swims", "a cat barks", "the dog flies", "two dogs", "the dog 
 
 
 def write_own_negatives(folder: Path, layout: str) -> Any:
-    """Write OWN as records with lists of negatives, or as a table with a row for each negative."""
+    """Return OWN as records with lists of negatives, or a table with a row for each negative."""
     records = [dict(zip(("query", "positive", "negatives"), row, strict=True)) for row in OWN]
     if layout == "memory":
         return records
-    if layout == "jsonl":
-        return write_lines(folder / "pairs.jsonl", records)
     rows = []
     for record in records:
         for negative in record["negatives"] or [None]:
             rows.append({**record, "negatives": negative})
-    file = folder / f"pairs.{layout}"
-    getattr(Dataset.from_list(rows), f"to_{layout}")(file)
-    return file
+    Dataset.from_list(rows).to_csv(folder / "pairs.csv")
+    return folder / "pairs.csv"
 
 
-@pytest.mark.parametrize("layout", ["memory", "jsonl", "csv", "parquet"])
-@pytest.mark.parametrize("method", ["dense", "bm25"])
+@pytest.mark.parametrize(
+    ("layout", "method"), [("memory", "dense"), ("memory", "bm25"), ("csv", "dense")]
+)
 def test_negatives_of_the_data_come_first_and_are_not_mined_again(model, tmp_path, layout, method):
     documents = [{"_id": str(number), "text": text} for number, text in enumerate(CORPUS)]
     corpus = write_lines(tmp_path / "corpus.jsonl", documents)

@@ -20,14 +20,13 @@ import os
 import re
 import urllib.request
 import zipfile
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 from contaccum.data.rows import (
     Fault,
-    OnBadRecord,
     RecordReport,
     parse_id,
     parse_rows,
@@ -108,9 +107,7 @@ class BeirDataset:
 def load_beir_folder(
     path: AnyPath,
     split: str = "test",
-    on_bad_record: OnBadRecord = "stop",
     report: RecordReport | None = None,
-    texts_report: RecordReport | None = None,
 ) -> BeirDataset:
     """Load one split of a BEIR folder.
 
@@ -120,11 +117,8 @@ def load_beir_folder(
     Args:
         path: the folder.
         split: name of the split.
-        on_bad_record: "stop" raises an error at the first bad record, "skip" counts it.
-        report: receives the counts, and its `on_bad_record` replaces the argument `on_bad_record`;
-            None: a new report.
-        texts_report: receives the counts of documents and queries in place of `report`, for a
-            folder whose texts `report` has counted already; None: `report`.
+        report: receives the counts of used and bad records; None: a new report, which raises an
+            error at the first bad record.
 
     Raises:
         DataError: for a missing file or split, a bad record under "stop", a file without any usable
@@ -132,14 +126,12 @@ def load_beir_folder(
     """
     folder = Path(path)
     if report is None:
-        report = RecordReport(on_bad_record)
-    if texts_report is None:
-        texts_report = report
+        report = RecordReport()
     corpus_file = find_beir_file(folder, "corpus.jsonl")
     queries_file = find_beir_file(folder, "queries.jsonl")
     qrels_file = find_qrels_file(folder, split)
-    corpus = _read_texts_by_id(corpus_file, texts_report, may_be_blank=True)
-    all_queries = _read_texts_by_id(queries_file, texts_report)
+    corpus = _read_texts_by_id(corpus_file, report, may_be_blank=True)
+    all_queries = _read_texts_by_id(queries_file, report)
     qrels = _read_qrels(qrels_file, report, all_queries)
     queries = {query_id: all_queries[query_id]["text"] for query_id in qrels}
     content = Fingerprint()
@@ -184,22 +176,6 @@ def read_split_queries(folder: Path, split: str, report: RecordReport) -> dict[s
     all_queries = _read_texts_by_id(find_beir_file(folder, "queries.jsonl"), report)
     qrels = _read_qrels(find_qrels_file(folder, split), report, all_queries)
     return {query_id: all_queries[query_id]["text"] for query_id in qrels}
-
-
-def read_judged_pairs(
-    folder: Path, split: str, report: RecordReport
-) -> Iterator[tuple[str, list[str]]]:
-    """Yield the text and the positives of each query with a positive: a document of grade above 0.
-
-    Empty documents, and those that the corpus lacks, are left out and counted in the report.
-    """
-    dataset = load_beir_folder(folder, split, report=report)
-    report.leave_out(folder, OUTSIDE_CORPUS, len(dataset.list_missing_documents()))
-    for query_id in dataset.qrels:
-        positives = get_positives(dataset, query_id)
-        report.leave_out(folder, "empty document", positives.count(""))
-        if any(positives):
-            yield dataset.queries[query_id], [positive for positive in positives if positive]
 
 
 def get_positives(dataset: BeirDataset, query_id: str) -> list[str]:
@@ -289,6 +265,34 @@ def _read_qrels(
     return qrels
 
 
+def format_document(document_id: str, title: str | None, text: str) -> str:
+    """Return a line of corpus.jsonl."""
+    content = {"_id": document_id, "title": title, "text": text}
+    return json.dumps(content, ensure_ascii=False) + "\n"
+
+
+def write_qrels(folder: Path, split: str, qrels: Mapping[str, Mapping[str, int]]) -> None:
+    """Write the judgements of a split to a BEIR folder."""
+    lines = [QRELS_HEADER]  # BEIR's own loader drops the first line
+    for query_id, grades in qrels.items():
+        lines += [f"{query_id}\t{name}\t{grade}\n" for name, grade in grades.items()]
+    write_text(folder / "qrels" / f"{split}.tsv", lines)
+
+
+def write_beir_folder(
+    folder: Path,
+    documents: Iterable[tuple[str, str | None, str]],
+    queries: Iterable[tuple[str, str]],
+    qrels: Mapping[str, Mapping[str, int]],
+    split: str,
+) -> None:
+    """Write documents (id, title, text), queries (id, text) and qrels as a BEIR folder."""
+    write_text(folder / "corpus.jsonl", (format_document(*document) for document in documents))
+    lines = (json.dumps({"_id": name, "text": text}) + "\n" for name, text in queries)
+    write_text(folder / "queries.jsonl", lines)
+    write_qrels(folder, split, qrels)
+
+
 def get_set_name(name_or_path: str) -> str:
     """Return the name of a set in tables, from its public name or its folder."""
     return os.path.basename(os.path.abspath(name_or_path))
@@ -320,18 +324,13 @@ def resolve_beir_data(name_or_path: AnyPath, split: str = "test") -> Path:
     # Path.exists() raises an error for very long names, os.path.exists() does not.
     if not os.path.exists(folder):
         return _resolve_public_set(str(name_or_path), split)
-    if is_llama_index_file(folder):
-        return convert_llama_index(folder, split)
-    return folder
+    return convert_llama_index(folder, split)
 
 
-def is_llama_index_file(path: AnyPath) -> bool:
-    """Return True if a path is a JSON file of LlamaIndex with queries, corpus and judgements."""
-    return os.path.isfile(path) and _LLAMA_INDEX_START.match(read_head(path)) is not None
-
-
-def convert_llama_index(file: Path, split: str) -> Path:
+def convert_llama_index(path: Path, split: str) -> Path:
     """Return the folder in the cache with the content of a file of LlamaIndex as a BEIR folder.
+
+    Any other path is returned unchanged.
 
     Args:
         split: the name of its split.
@@ -339,26 +338,24 @@ def convert_llama_index(file: Path, split: str) -> Path:
     Raises:
         DataError: for a file with other content.
     """
-    content = read_json(file)
+    if not os.path.isfile(path) or not _LLAMA_INDEX_START.match(read_head(path)):
+        return path
+    content = read_json(path)
     for name, value_type in (("queries", str), ("corpus", str), ("relevant_docs", list)):
         part = content.get(name)
         if not isinstance(part, dict):
-            raise DataError(one_line(f"{file}: {name} is not an object (see docs/data.md)"))
+            raise DataError(one_line(f"{path}: {name} is not an object (see docs/data.md)"))
         for key, value in part.items():
             if not isinstance(value, value_type):
                 message = f"{name} of {quoted(key)} is not a {value_type.__name__}"
-                raise DataError(one_line(f"{file}: {message} (correct the file)"))
-    folder = cache_folder("llama_index", hash_file(file)[:32], split, file.stem)
+                raise DataError(one_line(f"{path}: {message} (correct the file)"))
+    folder = cache_folder("llama_index", hash_file(path)[:32], split, path.stem)
     if folder.exists():
         return folder
+    documents = ((key, "", text) for key, text in content["corpus"].items())
+    qrels = {key: dict.fromkeys(ids, 1) for key, ids in content["relevant_docs"].items()}
     with atomic_folder(folder) as new_folder:
-        for name in ("queries", "corpus"):
-            lines = [json.dumps({"_id": key, "text": text}) for key, text in content[name].items()]
-            write_text(new_folder / f"{name}.jsonl", "".join(f"{line}\n" for line in lines))
-        judgements = [QRELS_HEADER]
-        for query_id, document_ids in content["relevant_docs"].items():
-            judgements += [f"{query_id}\t{document_id}\t1\n" for document_id in document_ids]
-        write_text(new_folder / "qrels" / f"{split}.tsv", "".join(judgements))
+        write_beir_folder(new_folder, documents, content["queries"].items(), qrels, split)
     return folder
 
 
@@ -400,19 +397,10 @@ def _convert_hub_set(name: str, split: str, error_message: str) -> Path:
         HfApi().dataset_info(name, timeout=_HUB_TIMEOUT)
         configurations = datasets.get_dataset_config_names(name)
 
-        def make_text_lines(configuration: str) -> Iterator[str]:
+        def load_texts(configuration: str) -> Iterator[tuple[str, str | None, str]]:
             splits = datasets.load_dataset(name, configuration)
-            text_split = split if split in splits else min(splits)
-            for row in splits[text_split]:
-                text_id = row.get("_id", row.get("id"))
-                text = {"_id": text_id, "title": row.get("title"), "text": row["text"]}
-                yield json.dumps(text) + "\n"
-
-        def make_qrels_lines() -> Iterator[str]:
-            yield QRELS_HEADER  # BEIR's own loader drops the first line
-            for judgement in judgements:
-                grade = int(judgement.get("score", 1))
-                yield f"{judgement['query-id']}\t{judgement['corpus-id']}\t{grade}\n"
+            for row in splits[split if split in splits else min(splits)]:
+                yield row.get("_id", row.get("id")), row.get("title"), row["text"]
 
         if "qrels" in configurations:
             judgements = datasets.load_dataset(name, "qrels", split=split)
@@ -420,11 +408,13 @@ def _convert_hub_set(name: str, split: str, error_message: str) -> Path:
             judgements = datasets.load_dataset(name, "default", split=split)
         else:
             judgements = datasets.load_dataset(f"{name}-qrels", split=split)
+        qrels: dict[str, dict[str, int]] = {}
+        for row in judgements:
+            grades = qrels.setdefault(row["query-id"], {})
+            grades[row["corpus-id"]] = int(row.get("score", 1))
+        queries = ((text_id, text) for text_id, _, text in load_texts("queries"))
         with atomic_folder(folder) as part:
-            (part / "qrels").mkdir()
-            write_text(part / "corpus.jsonl", make_text_lines("corpus"))
-            write_text(part / "queries.jsonl", make_text_lines("queries"))
-            write_text(part / "qrels" / f"{split}.tsv", make_qrels_lines())
+            write_beir_folder(part, load_texts("corpus"), queries, qrels, split)
     except UserError:
         raise
     except Exception as error:  # the libraries and the network have no common exception class

@@ -13,24 +13,15 @@ import os
 import re
 import sys
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal
 
 import numpy as np
 
-from contaccum.data.records import DataFormat, Record, RecordSource, parse_columns
-from contaccum.data.rows import OnBadRecord, RecordReport, parse_rows
-from contaccum.data.sampling import (
-    TOO_FEW,
-    EpochSampling,
-    MissingNegatives,
-    PositivesUsed,
-    Selection,
-    collect_known_positives,
-    make_sampled_dataset,
-    text_ids,
-)
+from contaccum.data.records import DataFormat, RecordSource, parse_columns
+from contaccum.data.rows import OnBadRecord, RecordReport
+from contaccum.data.sampling import EpochSampling, collect_known_positives, text_ids
 from contaccum.errors import ConfigError, DataError, check_choice, one_line, quoted
 from contaccum.files import AnyPath, Fingerprint, cache_folder, fingerprint
 
@@ -48,9 +39,7 @@ SET_KEYS = {
 """{key of a training set in the settings: argument of `load_training_data`, or "name"}."""
 
 
-def store_records(
-    source: RecordSource, report: RecordReport, records: Sequence[Record] | None = None
-) -> tuple[Dataset, dict[str, str]]:
+def store_records(source: RecordSource, report: RecordReport) -> tuple[Dataset, dict[str, str]]:
     """Return the records of a source, which is read only if `datasets` has not stored it yet.
 
     This is the cache of `datasets`: one process writes an entry, while others that need it wait.
@@ -58,7 +47,6 @@ def store_records(
 
     Args:
         report: receives the counts of records, also if they were read by an earlier run.
-        records: the records of the source if they are in memory; None: they are read.
 
     Returns:
         A data set with the fields of a `Record`, "query_id" and "positive_ids" (see `text_ids`);
@@ -82,10 +70,7 @@ def store_records(
     def generate() -> Iterator[dict[str, Any]]:
         contents = {name: Fingerprint() for name in ("texts", "negatives", "scores")}
         num_records = 0
-        parsed = source.records(report)
-        if records is not None:
-            parsed = parse_rows(source.path, enumerate(records), lambda record: record, report)
-        for record in parsed:
+        for record in source.records(report):
             num_records += 1
             contents["texts"].add(record.query, *record.positives, "")
             contents["negatives"].add(*record.negatives, "")
@@ -132,6 +117,7 @@ class TrainingData:
         transform: the transform of `dataset`, which samples the texts of the rows.
         pairs: text ids (see `text_ids`) of query and positive for every positive of every record,
             int64 (n, 2).
+        has_negatives: whether a record has a hard negative.
         unused: what the records have and the rows do not, a sentence each: hard negatives, scores.
     """
 
@@ -142,6 +128,7 @@ class TrainingData:
     fingerprint: str
     transform: EpochSampling
     pairs: np.ndarray
+    has_negatives: bool
     unused: Sequence[str] = ()
 
     @property
@@ -170,10 +157,8 @@ def load_training_data(
     num_hard_negatives: int = 0,
     on_bad_record: OnBadRecord = "stop",
     columns: Mapping[str, str] | None = None,
-    positives: PositivesUsed | None = None,
-    negatives_from: int | None = None,
-    missing_negatives: MissingNegatives = "fill",
-    may_lack_negatives: bool = False,
+    positives: Literal["draw", "first", "all"] | None = None,
+    missing_negatives: Literal["fill", "drop"] = "fill",
     teacher_scores: bool = False,
     min_score: float | None = None,
 ) -> TrainingData:
@@ -184,10 +169,11 @@ def load_training_data(
     Args:
         path, data_format, split, columns, min_score: see `read_records`.
         on_bad_record: "stop" raises an error at the first bad record, "skip" counts it.
-        num_hard_negatives, negatives_from, missing_negatives: see `Selection`.
-        positives: see `Selection`; None: "all" (a row for each positive) for a BEIR folder, "draw"
-            (a row for each record) for the other formats.
-        may_lack_negatives: True to accept a source without any hard negative.
+        positives: "draw": a row for each record, with one of its positives, sampled anew in each
+            epoch. "first": a row for each record, with its first positive. "all": a row for each
+            positive. None: "all" for a BEIR folder, "draw" for the other formats.
+        missing_negatives: for a record with fewer than h negatives, "fill" adds passages of other
+            records, and "drop" leaves the record out.
         teacher_scores: True to give rows the teacher scores of their positive and negatives; a
             record without scores is then a bad record.
 
@@ -195,8 +181,12 @@ def load_training_data(
         ConfigError: for an unknown format, or settings that cannot work together.
         DataError: for data or a cache that cannot be used, or if no row or no negative is left.
     """
+    import pyarrow as pa
     import pyarrow.compute as pc
+    from datasets import Dataset
 
+    check_choice("positives", positives, (None, "draw", "first", "all"))
+    check_choice("missing_negatives", missing_negatives, ("fill", "drop"))
     report = RecordReport(on_bad_record)
     source = RecordSource(
         path, data_format, split, columns, needs_scores=teacher_scores, min_score=min_score
@@ -204,23 +194,23 @@ def load_training_data(
     if positives is None:
         # A record of a BEIR folder has all judgements of a query, and each is a training pair.
         positives = "all" if source.data_format == "beir" else "draw"
-    selection = Selection(num_hard_negatives, positives, negatives_from, missing_negatives)
     stored, hashes = store_records(source, report)
     column = stored.data.column
     num_positives = pc.list_value_length(column("positives")).to_numpy()
     num_negatives = pc.list_value_length(column("negatives")).to_numpy()
-    has_scores = column("scores").null_count < len(stored)
     query_ids = np.repeat(column("query_id").to_numpy(), num_positives)
     pairs = np.column_stack([query_ids, pc.list_flatten(column("positive_ids")).to_numpy()])
+    has_negatives = bool(num_negatives.any())
 
-    if num_hard_negatives and not may_lack_negatives and not num_negatives.any():
+    if num_hard_negatives and not has_negatives:
         raise DataError(
             one_line(f"{path}: no record has a negative for num_hard_negatives (mine some)")
         )
-    used_records = np.arange(len(num_negatives))
+    rows_per_record = num_positives if positives == "all" else np.ones_like(num_positives)
     has_too_few = num_negatives < num_hard_negatives
     if missing_negatives == "drop":
-        used_records = np.flatnonzero(~has_too_few)
+        rows_per_record = rows_per_record * ~has_too_few
+        report.leave_out(path, "too few hard negatives", int(has_too_few.sum()))
     elif teacher_scores and has_too_few.any():
         message = (
             f"{has_too_few.sum()} records have fewer than num_hard_negatives={num_hard_negatives} "
@@ -228,8 +218,14 @@ def load_training_data(
         )
         remedy = "set missing_negatives=drop, or lower num_hard_negatives"
         raise DataError(one_line(f"{path}: {message} ({remedy})"))
-    report.leave_out(path, TOO_FEW, len(num_negatives) - len(used_records))
-    report.refuse_if_nothing_left(path, len(used_records), "training pairs")
+    num_rows = int(rows_per_record.sum())
+    report.refuse_if_nothing_left(path, num_rows, "training pairs")
+    rows = None  # saves memory if row i is simply record i
+    if (rows_per_record != 1).any():
+        # Two records with 1 and 2 positives, each with a row, give [[0, 0], [1, 0], [1, 1]].
+        record_numbers = np.repeat(np.arange(len(rows_per_record)), rows_per_record)
+        first_rows = np.cumsum(rows_per_record) - rows_per_record
+        rows = np.column_stack([record_numbers, np.arange(num_rows) - first_rows[record_numbers]])
 
     # The fingerprint of the texts, and of the settings that change the sampled texts. A setting
     # without effect on these data is left out: runs that train on the same texts have the same
@@ -237,36 +233,39 @@ def load_training_data(
     parts: list[object] = [hashes["texts"]]
     parts.append(positives if num_positives.max() > 1 else "one")
     if num_hard_negatives:
-        most_negatives = num_negatives.max()
-        sampled_from = min(negatives_from or most_negatives, most_negatives)
-        parts += [hashes["negatives"], num_hard_negatives, int(sampled_from)]
+        parts += [hashes["negatives"], num_hard_negatives, int(num_negatives.max())]
         parts.append(missing_negatives if has_too_few.any() else None)
     if teacher_scores:
         parts.append(hashes["scores"])
 
-    negative_columns = [f"negative_{number}" for number in range(1, num_hard_negatives + 1)]
     transform = EpochSampling(
         stored.select_columns(["query", "positives", "negatives", "scores"]),
-        ["query", "positive", *negative_columns],
-        selection,
-        selection.assign_rows(used_records, num_positives),
+        num_hard_negatives,
+        positives == "draw",
+        rows,
         collect_known_positives(pairs),
+        teacher_scores,
     )
-    transform.has_teacher_scores = teacher_scores
+    # The columns share one buffer of row numbers, which the transform replaces by texts. Without a
+    # fingerprint, datasets would copy the table to hash it.
+    numbers = pa.table(dict.fromkeys(transform.columns, pa.array(np.arange(num_rows))))
+    dataset = Dataset(numbers, fingerprint=f"{num_rows} rows").with_transform(transform)
     unused = []
-    if num_hard_negatives == 0 and num_negatives.any():
+    if num_hard_negatives == 0 and has_negatives:
         unused.append("its hard negatives are not used (num_hard_negatives=0)")
     # The scores in published files of DPR are BM25 scores, not those of a teacher.
-    if has_scores and source.data_format != "dpr" and not teacher_scores:
+    has_scores = source.data_format != "dpr" and column("scores").null_count < len(stored)
+    if has_scores and not teacher_scores:
         unused.append("its scores are not used (if they are a teacher's, set distill)")
     return TrainingData(
-        make_sampled_dataset(transform),
+        dataset,
         str(path),
         source.data_format,
         report,
         fingerprint(*parts),
         transform,
         pairs,
+        has_negatives,
         unused,
     )
 
@@ -368,8 +367,6 @@ def parse_training_sets(
             if not isinstance(arguments.get("min_score"), float | int | None):
                 raise ConfigError(f"min_score must be a number, got {arguments['min_score']!r}")
             arguments["columns"] = parse_columns(arguments.get("columns"))
-            selection_fields = [setting.name for setting in fields(Selection)]
-            Selection(**{name: arguments[name] for name in selection_fields if name in arguments})
         except ValueError as error:  # ConfigError and the errors of json are ValueErrors
             raise ConfigError(one_line(f"train_data: {quoted(item)}: {error}")) from error
         # The file or folder without extension: "train" for "x/train.jsonl.gz"

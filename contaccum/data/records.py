@@ -15,11 +15,12 @@ from pathlib import Path
 from typing import Any, Literal, NamedTuple, cast, get_args
 
 from contaccum.data.beir import (
+    OUTSIDE_CORPUS,
     convert_llama_index,
     find_beir_file,
+    get_positives,
     is_beir_folder,
-    is_llama_index_file,
-    read_judged_pairs,
+    load_beir_folder,
 )
 from contaccum.data.rows import (
     PARQUET_MAGIC,
@@ -57,7 +58,7 @@ _SAVED_DATASET_FILES = ("state.json", "dataset_dict.json")
 
 _HUB_NAME = r"([\w.-]+/)?[\w-]+(\.[0-9][\w.-]*)?(:[\w.-]+)?"
 
-_CACHE_VERSION = 16
+_CACHE_VERSION = 17
 """Version of the readers and the stored records. Increase it when either changes, so that records
 of an older version are not used."""
 
@@ -110,7 +111,7 @@ CORPUS_FIELDS = {
 
 
 class Record(NamedTuple):
-    """A query and its passages, in the order of the file.
+    """A query and its passages, each once, in the order of the file.
 
     Attributes:
         query: text of the query.
@@ -124,14 +125,6 @@ class Record(NamedTuple):
     positives: list[str]
     negatives: list[str]
     scores: list[float] | None = None
-
-    def describe(self) -> str:
-        """Return one line with the beginnings of the query, a positive and a negative."""
-        parts = [f"query={quoted(self.query)}"]
-        for name, texts in (("positive", self.positives), ("negative", self.negatives)):
-            more = f" and {len(texts) - 1} more" if len(texts) > 1 else ""
-            parts.append(f"{name}={quoted(texts[0])}{more}" if texts else f"no {name}")
-        return ", ".join(parts)
 
 
 class Passage(NamedTuple):
@@ -174,21 +167,18 @@ def sniff_format(source: AnyPath, columns: Mapping[str, str] | None = None) -> D
             )
         if is_beir_folder(path):
             return "beir"
-        if _is_saved_dataset(path):
-            return "hub"
-        expected = ", ".join(("corpus.jsonl", *_SAVED_DATASET_FILES))
-        raise DataError(one_line(f"{path}: a folder without any of {expected} (see docs/data.md)"))
-    if _is_hub_name(source):
-        return "hub"
-    head = read_head(path)
+        if not _is_saved_dataset(path):
+            expected = ", ".join(("corpus.jsonl", *_SAVED_DATASET_FILES))
+            raise DataError(
+                one_line(f"{path}: a folder without any of {expected} (see docs/data.md)")
+            )
+    layout, head = _sniff_layout(path)
+    if layout == "pairs" and b'"positive_passages"' in head:
+        return "tevatron"
+    if layout != "csv":
+        return layout
     if not head:
         raise DataError(one_line(f"{path}: is empty, or damaged at its start"))
-    if head.startswith(PARQUET_MAGIC):
-        return "parquet"
-    if head.startswith(b"["):
-        return "dpr"
-    if head.startswith(b"{"):
-        return "tevatron" if b'"positive_passages"' in head else "pairs"
     known_names = {*(columns or {}).values()}.union(*FIELDS.values())
     names, _ = parse_header(head)
     if not known_names.isdisjoint(names):
@@ -202,9 +192,20 @@ def sniff_format(source: AnyPath, columns: Mapping[str, str] | None = None) -> D
     raise DataError(one_line(f"{path}: {message} ({remedy})"))
 
 
-def _is_hub_name(source: AnyPath) -> bool:
-    is_name = re.fullmatch(_HUB_NAME, str(source)) is not None
-    return is_name and not Path(source).exists()
+def _sniff_layout(path: Path) -> tuple[DataFormat, bytes]:
+    """Return how a file or dataset is read, and the start of a file.
+
+    The layout is "hub", "parquet", "dpr" (a JSON array), "pairs" (JSON lines) or "csv".
+    """
+    is_hub_name = re.fullmatch(_HUB_NAME, str(path)) is not None and not path.exists()
+    if path.is_dir() or is_hub_name:
+        return "hub", b""
+    head = read_head(path)
+    starts: dict[bytes, DataFormat] = {PARQUET_MAGIC: "parquet", b"[": "dpr", b"{": "pairs"}
+    for start, layout in starts.items():
+        if head.startswith(start):
+            return layout, head
+    return "csv", head
 
 
 def _is_saved_dataset(path: Path) -> bool:
@@ -343,9 +344,7 @@ class RecordSource:
         min_score: float | None = None,
     ) -> None:
         check_choice("data_format", data_format, (None, *DATA_FORMATS))
-        self.path = Path(os.path.expanduser(path))
-        if is_llama_index_file(self.path):
-            self.path = convert_llama_index(self.path, split)
+        self.path = convert_llama_index(Path(os.path.expanduser(path)), split)
         self._columns = parse_columns(columns)
         if data_format not in (None, "hub", "beir"):
             read_head(self.path)  # refuses a file that cannot be read
@@ -363,15 +362,26 @@ class RecordSource:
                 f"({TEACHER_SCORES_REMEDY})"
             )
 
-    def records(self, report: RecordReport) -> Iterator[Record]:
-        """Yield every record that can be used, and count the others in the report."""
+    def records(self, report: RecordReport, rows: Rows | None = None) -> Iterator[Record]:
+        """Yield every record that can be used, and count the others in the report.
+
+        ``rows`` are numbered rows in memory, which replace those of the file.
+        """
         if self.data_format == "beir":
-            for query, positives in read_judged_pairs(self.path, self._split, report):
-                record = Record(query, positives, [])
-                self._first_record = self._first_record or record
-                yield record
+            dataset = load_beir_folder(self.path, self._split, report=report)
+            report.leave_out(self.path, OUTSIDE_CORPUS, len(dataset.list_missing_documents()))
+            for query_id, query in dataset.queries.items():
+                judged = get_positives(dataset, query_id)
+                report.leave_out(self.path, "empty document", judged.count(""))
+                positives = list(dict.fromkeys(filter(None, judged)))
+                if positives:
+                    record = Record(query, positives, [])
+                    self._first_record = self._first_record or record
+                    yield record
             return
-        rows = _read_rows(self.path, self.data_format, self._split, self._columns, "data_columns")
+        rows = rows or _read_rows(
+            self.path, self.data_format, self._split, self._columns, "data_columns"
+        )
         num_matches = 0
         roles_of_numbers = {"query", "positives", "negatives"}
         for parsed in parse_rows(self.path, rows, self._parse, report):
@@ -394,9 +404,13 @@ class RecordSource:
                 )
 
     def describe_first_record(self) -> str:
-        """Return one line for the user: the first record as it was read, and its unused fields."""
+        """Return one line for the user: the first texts of the first record, and unused fields."""
         assert self._first_record is not None, "no record has been read"
-        line = f"the first record is {self._first_record.describe()}"
+        query, positives, negatives, _ = self._first_record
+        line = f"the first record is query={quoted(query)}"
+        for name, texts in (("positive", positives), ("negative", negatives)):
+            more = f" and {len(texts) - 1} more" if len(texts) > 1 else ""
+            line += f", {name}={quoted(texts[0])}{more}" if texts else f", no {name}"
         if self._unused_fields:
             line += f"; not used: {one_line(', '.join(self._unused_fields))}"
         return line
@@ -474,16 +488,14 @@ class RecordSource:
                 "no teacher scores",
                 f"distill needs a number for each of its passages; {TEACHER_SCORES_REMEDY}",
             )
-        # A negative that is listed twice counts once, with its first score.
-        texts = [text for text, _ in passages + negatives]
+        # A positive or negative that is listed twice counts once, with its first score.
         is_match += [False] * len(negatives)
-        positives = [position for position, found in enumerate(is_match) if found]
-        first_positions: dict[str, int] = {}
-        for position, text in enumerate(texts):
-            if not is_match[position]:
-                first_positions.setdefault(text, position)
+        positives: dict[str, int] = {}  # {text: position of its first score}
+        others: dict[str, int] = {}
+        for position, (text, _) in enumerate(passages + negatives):
+            (positives if is_match[position] else others).setdefault(text, position)
         if scores is not None:
-            scores = [scores[position] for position in (*positives, *first_positions.values())]
+            scores = [scores[position] for position in (*positives.values(), *others.values())]
         if self._chosen is None:
             self._chosen = chosen  # the first usable record decides for all others
             used_names = {"", *chosen, *numbered_fields}
@@ -493,8 +505,7 @@ class RecordSource:
                 if role not in ("query", "positive") and is_read:
                     used_names.update(names)
             self._unused_fields = [name for name in row if name not in used_names]
-        positive_texts = [texts[position] for position in positives]
-        return Record(query, positive_texts, list(first_positions), scores)
+        return Record(query, list(positives), list(others), scores)
 
     def _choose_field(self, role: str, row: Mapping[str, Any]) -> str:
         present_names = [name for name in self._names[role] if name in row]
@@ -704,21 +715,10 @@ def read_passages(
     """
     columns = parse_columns(columns, "corpus_columns")
     path = Path(os.path.expanduser(path))
-    if is_llama_index_file(path):
-        path = convert_llama_index(path, "test")
+    path = convert_llama_index(path, "test")
     if is_beir_folder(path):
         path = find_beir_file(path, "corpus.jsonl")
-    data_format: DataFormat = "csv"
-    if path.is_dir() or _is_hub_name(path):
-        data_format = "hub"
-    else:
-        head = read_head(path)
-        if head.startswith(PARQUET_MAGIC):
-            data_format = "parquet"
-        elif head.startswith(b"{"):
-            data_format = "pairs"  # JSON lines
-        elif head.startswith(b"["):
-            data_format = "dpr"  # a JSON array
+    layout, _ = _sniff_layout(path)
     names = _list_names(CORPUS_FIELDS, columns)
 
     def parse_passage(row: Mapping[str, Any]) -> Passage:
@@ -733,5 +733,5 @@ def read_passages(
             raise Fault("empty passage", quoted(passage.id))
         return passage
 
-    rows = _read_rows(path, data_format, None, columns, "corpus_columns")
+    rows = _read_rows(path, layout, None, columns, "corpus_columns")
     return parse_rows(path, rows, parse_passage, report)

@@ -43,9 +43,6 @@ _UNREADABLE = (OSError, EOFError, zlib.error)
 _HEAD_SIZE = 1 << 16
 _BINARY_START = 256  # bytes that are searched for a zero
 _FLOAT32_MAX = 3.4028235e38
-# Excel writes such a line before the header of a table.
-_SEPARATOR_LINE = re.compile(r'"?sep=(.)"?\s*\n', re.IGNORECASE)
-_OBJECT_OVER_LINES = re.compile(rb"\{[ \t]*\r?\n")
 _NOT_UTF_8 = "not UTF-8 text"
 _SAVE_AS_UTF_8 = "save the file as UTF-8, for example with iconv -f cp1252 -t utf-8"
 
@@ -155,11 +152,14 @@ def parse_rows(
         path: the file, for messages.
         rows: its rows.
         parse: a function that parses a row, or raises `Fault`; None: a setting leaves the row out.
-        report: counts go here; its `on_bad_record` decides about bad records.
+        report: counts go here, unless it has counted the same file before; its `on_bad_record`
+            decides about bad records.
 
     Raises:
         DataError: at a bad record under "stop", or if no record can be used.
     """
+    if str(path) in report.by_file:
+        report = RecordReport(report.on_bad_record)
     hashes = array("q")
     for line, row in rows:
         report.by_file[str(path)] += 1
@@ -325,10 +325,7 @@ def read_lines(path: AnyPath) -> Rows:
 
 
 def read_json_lines(path: AnyPath) -> Rows:
-    """Yield the JSON object of every line, or objects that are written over several lines."""
-    if _OBJECT_OVER_LINES.match(read_head(path)):
-        yield from _read_json_items(path, "", multiple_values=True)
-        return
+    """Yield the JSON object of every line."""
     for number, line in read_lines(path):
         if isinstance(line, Fault):
             yield number, line
@@ -351,16 +348,7 @@ def _require_object(value: object) -> object:
 
 
 def read_json_array(path: AnyPath) -> Rows:
-    """Yield the objects of a JSON array with their numbers."""
-    yield from _read_json_items(path, "item")
-
-
-def _read_json_items(path: AnyPath, prefix: str, **options: Any) -> Rows:
-    """Yield the objects at a place of a JSON file with their numbers, one in memory at a time.
-
-    Args:
-        prefix: the place, as in ijson.
-        options: further arguments of `ijson.items`.
+    """Yield the objects of a JSON array with their numbers, one in memory at a time.
 
     Raises:
         DataError: for broken JSON, because the objects after it cannot be separated.
@@ -370,7 +358,7 @@ def _read_json_items(path: AnyPath, prefix: str, **options: Any) -> Rows:
     number = 0
     with _open(path) as file:
         try:
-            items = ijson.items(file, prefix, use_float=True, **options)
+            items = ijson.items(file, "item", use_float=True)
             for number, value in enumerate(items, start=1):
                 yield number, _require_object(value)
         except (ijson.JSONError, *_UNREADABLE) as error:
@@ -388,17 +376,11 @@ def parse_header(head: bytes) -> tuple[list[str], dict[str, Any]]:
     Returns:
         The names of the columns (none if the bytes are not a table), and the options of
         `csv.reader` for the table. The delimiter is the comma, semicolon or tab that is most
-        frequent in the line outside of quotes, or the one that a line `sep=;` before it names.
+        frequent in the line outside of quotes.
     """
-    text = head.decode("utf-8", "replace")
-    separator_line = _SEPARATOR_LINE.match(text)
-    if separator_line is not None:
-        text = text[separator_line.end() :]
-    line = text.partition("\n")[0]
+    line = head.decode("utf-8", "replace").partition("\n")[0]
     unquoted_line = re.sub('"[^"]*"', "", line)
     delimiter = max("\t,;", key=unquoted_line.count)
-    if separator_line is not None:
-        delimiter = separator_line[1]
     has_blanks_before_quotes = f'{delimiter} "' in line
     options: dict[str, Any] = {
         "delimiter": delimiter,
@@ -429,10 +411,8 @@ def read_csv(path: AnyPath) -> Rows:
         try:
             reader = csv.reader(text_file, strict=True, **options)
             for cells in reader:
-                is_blank = not any(cell.strip() for cell in cells)
-                is_separator_line = not names and cells[:1] and cells[0].lower().startswith("sep=")
-                if is_blank or is_separator_line:
-                    pass
+                if not any(cell.strip() for cell in cells):
+                    pass  # a blank line
                 elif not names:
                     names = [cell.strip() for cell in cells]
                     repeated_names = {name for name in names if name and names.count(name) > 1}

@@ -13,30 +13,23 @@ positive of a query, is never a negative of this query.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
 from hashlib import blake2b
-from typing import TYPE_CHECKING, Any, Literal, get_args
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 from contaccum.data.records import Record
-from contaccum.errors import ConfigError, DataError, check_choice
+from contaccum.errors import ConfigError, DataError
 
 if TYPE_CHECKING:
     from datasets import Dataset
     from torch import Tensor
 
-
-PositivesUsed = Literal["draw", "first", "all"]
-MissingNegatives = Literal["fill", "drop"]
-
 LABELS = ("label", "labels", "score", "scores", "dataset_name")
 """Columns that sentence-transformers does not treat as texts."""
-
-TOO_FEW = "too few hard negatives"
-"""Reason that a `RecordReport` gives for the records that missing_negatives="drop" leaves out."""
 
 _MAX_FILL_TRIES = 256
 """Number of passages that are sampled to fill a row's missing negatives before the search stops."""
@@ -45,116 +38,44 @@ _UINT64_MASK = 2**64 - 1
 _LEAST_HASH = 1 << 48
 
 
-@dataclass(frozen=True)
-class Selection:
-    """Settings that decide which rows are made of a record.
-
-    Attributes:
-        num_hard_negatives: h, the number of negatives of each row.
-        positives: "draw": a row for each record, with one of its positives, sampled anew in each
-            epoch. "first": a row for each record, with its first positive. "all": a row for each
-            positive. None: decided by `load_training_data`.
-        negatives_from: sample the h negatives from only this many of the record's negatives, the
-            first in its list; None: from all. If it is h, each epoch has the first h.
-        missing_negatives: for a record with fewer than h negatives, "fill" adds passages of other
-            records, and "drop" leaves the record out.
-
-    Raises:
-        ConfigError: for a value out of range, or values that cannot work together.
-    """
-
-    num_hard_negatives: int = 0
-    positives: PositivesUsed | None = None
-    negatives_from: int | None = None
-    missing_negatives: MissingNegatives = "fill"
-
-    def __post_init__(self) -> None:
-        check_choice("positives", self.positives, (None, *get_args(PositivesUsed)))
-        check_choice("missing_negatives", self.missing_negatives, get_args(MissingNegatives))
-        h = self.num_hard_negatives
-        if self.negatives_from is not None and not 0 < h <= self.negatives_from:
-            raise ConfigError(
-                f"num_hard_negatives={h} with negatives_from={self.negatives_from}: "
-                "num_hard_negatives must be 1 or more, and negatives_from no less than it"
-            )
-
-    def assign_rows(self, used_records: np.ndarray, num_positives: np.ndarray) -> np.ndarray | None:
-        """Return the record number and the positive's index for each row, int64 (N, 2).
-
-        For example, with positives="all", two records with 1 and 2 positives give the rows
-        [[0, 0], [1, 0], [1, 1]]. The result is None, to save memory, if row i is simply record i.
-
-        Args:
-            used_records: numbers of the records that are not dropped, int64.
-            num_positives: number of positives of each of all records.
-        """
-        rows_per_record = np.ones_like(used_records)
-        if self.positives == "all":
-            rows_per_record = num_positives[used_records]
-        if len(used_records) == len(num_positives) and rows_per_record.max() <= 1:
-            return None
-        first_row_of_record = np.cumsum(rows_per_record) - rows_per_record
-        rows = np.arange(rows_per_record.sum())
-        record_numbers = np.repeat(used_records, rows_per_record)
-        positive_indices = rows - np.repeat(first_row_of_record, rows_per_record)
-        return np.column_stack([record_numbers, positive_indices])
-
-    def sample(
-        self,
-        rng: np.random.Generator,
-        positives: Sequence[str],
-        negatives: Sequence[str],
-        positive_index: int = 0,
-    ) -> tuple[str, list[str]]:
-        """Return the positive of a row, and h negatives, or fewer if the record has fewer.
-
-        `positive_index` is not used if the positive is drawn.
-        """
-        positive = positives[positive_index]
-        distinct_positives = list(dict.fromkeys(positives))
-        if self.positives == "draw" and len(distinct_positives) > 1:
-            positive = distinct_positives[int(rng.integers(len(distinct_positives)))]
-        distinct_negatives = list(dict.fromkeys(negatives[: self.negatives_from]))
-        if len(distinct_negatives) <= self.num_hard_negatives:
-            return positive, distinct_negatives
-        order = rng.permutation(len(distinct_negatives))[: self.num_hard_negatives]
-        return positive, [distinct_negatives[index] for index in order]
-
-
 class EpochSampling:
     """A transform that replaces row numbers by the epoch's texts, and adds labels for the loss.
 
     Args:
         records: the records of the cache, with the fields of a `Record`.
-        columns: the text columns of a row, in order: "query", "positive", then h negatives.
-        selection: the settings of the sampling.
+        num_hard_negatives: h, the number of negatives of each row. A record with fewer gets
+            passages of other records.
+        draws_positive: True to sample the positive of a row in each epoch from those of its record.
         rows: number of the record and index of the positive for each of the N rows, int64 (N, 2);
-            None: row i is record i.
+            None: row i has the first positive of record i.
         known_positives: text ids of query and positive, int64 (r, 2), sorted by query; see
             `collect_known_positives`.
+        has_teacher_scores: True to put teacher scores into the labels.
 
     Attributes:
-        has_text_ids: True to put the texts' ids into the labels; see `contaccum.data.sampling`.
-            It is True from the start if there are known positives, which the loss finds by id.
-        has_teacher_scores: True to put teacher scores into the labels.
+        columns: the text columns of a row: "query", "positive", "negative_1" .. "negative_h".
+        has_text_ids: True to put the texts' ids into the labels. It is True from the start if there
+            are known positives, which the loss finds by id.
     """
 
     def __init__(
         self,
         records: Dataset,
-        columns: Sequence[str],
-        selection: Selection,
+        num_hard_negatives: int,
+        draws_positive: bool,
         rows: np.ndarray | None = None,
         known_positives: np.ndarray | None = None,
+        has_teacher_scores: bool = False,
     ) -> None:
         self._records = records
-        self._selection = selection
+        self._num_negatives = num_hard_negatives
+        self._draws_positive = draws_positive
         self._rows = rows
-        self._num_negatives = len(columns) - 2
-        self.columns = tuple(columns)
+        negative_columns = [f"negative_{number}" for number in range(1, num_hard_negatives + 1)]
+        self.columns = ("query", "positive", *negative_columns)
         self.known_positives = known_positives
         self.has_text_ids = known_positives is not None
-        self.has_teacher_scores = False
+        self._has_teacher_scores = has_teacher_scores
         # Seed and epoch are in shared memory, so that the workers of a data loader see a new epoch.
         import torch
 
@@ -188,7 +109,7 @@ class EpochSampling:
         """Replace the row numbers in the text columns of a batch, {column: values}, by texts.
 
         Other columns are returned unchanged. A column "label" is added if the batch has the columns
-        "query" and "positive", and `has_text_ids` or `has_teacher_scores` is True.
+        "query" and "positive", and text ids or teacher scores belong into it.
 
         Raises:
             ConfigError: for a data set with other columns, of which query or positive was renamed
@@ -211,23 +132,30 @@ class EpochSampling:
         for number, source in zip(numbers, self._read_sources(numbers), strict=True):
             record, positive_index = source
             rng = np.random.default_rng([seed, self.epoch, number])
-            positive, negatives = self._selection.sample(
-                rng, record.positives, record.negatives, positive_index
-            )
+            num_positives = len(record.positives)
+            if self._draws_positive and num_positives > 1:
+                positive_index = int(rng.integers(num_positives))
+            positive = record.positives[positive_index]
+            order = list(range(len(record.negatives)))
+            if len(order) > self._num_negatives:
+                order = rng.permutation(len(order))[: self._num_negatives].tolist()
+            negatives = [record.negatives[index] for index in order]
             if len(negatives) < self._num_negatives:
                 negatives = self._fill_negatives(rng, record.query, positive, negatives)
-            texts = (record.query, positive, *negatives)
-            row = dict(zip(self.columns, texts, strict=True))
+            row = dict(zip(self.columns, (record.query, positive, *negatives), strict=True))
             for name in text_columns:
                 sampled[name].append(row[name])
             ids: list[int] = []
             if self.has_text_ids:
                 ids = text_ids(row[name] for name in text_columns).tolist()
             scores: list[float] = []
-            if self.has_teacher_scores:
-                scores = _get_scores({name: row[name] for name in text_columns}, record)
+            if self._has_teacher_scores and record.scores is not None:
+                indices = [positive_index, *(num_positives + index for index in order)]
+                index_of_column = dict(zip(self.columns[1:], indices, strict=True))
+                passages = [name for name in text_columns if name != "query"]
+                scores = [record.scores[index_of_column[name]] for name in passages]
             labels.append(encode(ids, scores))
-        if has_pair and (self.has_text_ids or self.has_teacher_scores):
+        if has_pair and (self.has_text_ids or self._has_teacher_scores):
             sampled["label"] = labels
         return {**sampled, **other_columns}
 
@@ -249,8 +177,8 @@ class EpochSampling:
     def pairs(self, numbers: Sequence[int] | None = None) -> Iterator[dict[str, Any]]:
         """Yield {"query": text, "positive": texts} for rows, by number; None: for all rows.
 
-        The first positive is the row's own. If positives are sampled (`Selection.positives` is
-        "draw"), all positives of the record follow.
+        The first positive is the row's own. If positives are sampled, all positives of the record
+        follow.
         """
         if numbers is None:
             numbers = range(len(self))
@@ -258,7 +186,7 @@ class EpochSampling:
             rows = self._read_sources(list(numbers[start : start + _BATCH_SIZE]))
             for record, positive_index in rows:
                 positives = [record.positives[positive_index]]
-                if self._selection.positives == "draw":
+                if self._draws_positive:
                     positives += record.positives
                 yield {"query": record.query, "positive": positives}
 
@@ -308,45 +236,6 @@ class EpochSampling:
                 "(set num_hard_negatives to 0)"
             )
         return [filled[index % len(filled)] for index in range(self._num_negatives)]
-
-
-def _get_scores(row: Mapping[str, str], record: Record) -> list[float]:
-    """Return the teacher scores of a row's passages; none for a record without scores.
-
-    A record may list one text both as positive and as negative. The column "positive" then gets the
-    score of the positive, and a negative column the score of the negative. If a text is twice among
-    the positives, or among the negatives, its first score is used.
-    """
-    if record.scores is None:
-        return []
-    num_positives = len(record.positives)
-    positive_scores = record.scores[:num_positives]
-    negative_scores = record.scores[num_positives:]
-    # In reversed order, the first score of a text replaces a later one.
-    score_of_positive = dict(zip(record.positives[::-1], positive_scores[::-1], strict=True))
-    score_of_negative = dict(zip(record.negatives[::-1], negative_scores[::-1], strict=True))
-    scores = []
-    for name, text in row.items():
-        if name == "positive":
-            scores.append(score_of_positive[text])
-        elif name != "query":
-            scores.append(score_of_negative[text])
-    return scores
-
-
-def make_sampled_dataset(sampling: EpochSampling) -> Dataset:
-    """Return a data set of N rows, whose texts are sampled when rows are read.
-
-    The text columns are stored as row numbers, and `sampling` is the transform that replaces them.
-    """
-    import pyarrow as pa
-    from datasets import Dataset
-
-    row_numbers = pa.array(np.arange(len(sampling)))
-    columns = dict.fromkeys(sampling.columns, row_numbers)  # all columns share one buffer
-    # Without a fingerprint, datasets would copy the table to hash it.
-    dataset = Dataset(pa.table(columns), fingerprint=f"{len(sampling)} rows")
-    return dataset.with_transform(sampling)
 
 
 def get_samplings(dataset: Any) -> list[EpochSampling]:

@@ -28,16 +28,21 @@ import hashlib
 import json
 import math
 import re
-import shutil
 from collections import Counter
 from collections.abc import Container, Iterable, Mapping, Sequence, Set
 from dataclasses import asdict, dataclass, fields
-from itertools import chain, count
+from itertools import chain, compress, count
 from pathlib import Path
-from typing import Any, Literal, NamedTuple, get_args
+from typing import Any, Literal, get_args
 
-from contaccum.data.beir import QRELS_HEADER, BeirDataset, get_positives, load_beir_folder
-from contaccum.data.dataset import store_records
+from contaccum.data.beir import (
+    BeirDataset,
+    format_document,
+    get_positives,
+    load_beir_folder,
+    write_beir_folder,
+    write_qrels,
+)
 from contaccum.data.near_duplicates import (
     Grouping,
     find_near_duplicates,
@@ -55,23 +60,21 @@ from contaccum.data.records import (
     read_passages,
 )
 from contaccum.data.rows import RecordReport
-from contaccum.errors import ConfigError, DataError, quoted
+from contaccum.errors import ConfigError, DataError, check_choice, quoted
 from contaccum.files import (
     AnyPath,
     Fingerprint,
     atomic_folder,
     provenance,
     read_json,
+    require_new_folder,
     write_json,
     write_text,
 )
 
-DEV_SHARE = 0.1
-TEST_SHARE = 0.2
-LARGEST_DEV = 500
-LARGEST_TEST = 1000
-"""Upper bounds of the default sizes: the search takes longer with more queries, and the confidence
-interval of the score hardly becomes narrower."""
+DEFAULT_SIZES = {"dev": (0.1, 500), "test": (0.2, 1000)}
+"""{side: (share of the queries, upper bound)}. With more queries, a search takes longer, and the
+confidence interval of the score hardly becomes narrower."""
 
 LEAST_QUERIES = 10
 """Least number of distinct queries in data that can be split."""
@@ -125,8 +128,7 @@ class SplitSettings:
     future: Future | None = None
 
     def __post_init__(self) -> None:
-        if self.future not in (None, *get_args(Future)):
-            raise ConfigError(f"future={self.future}: give known, new or both")
+        check_choice("future", self.future, (None, *get_args(Future)))
         for name in ("dev", "test"):
             size = getattr(self, name)
             if size is not None and not (0 < size < 1 or (size >= 1 and size % 1 == 0)):
@@ -182,12 +184,11 @@ class Split:
 
     def summary(self) -> str:
         """Return one line: the numbers of queries, near-duplicates, and positives added."""
-        sizes = {"dev": self.dev, "test": self.test}
         kinds = (
             f" ({self.known['dev']:,} and {self.known['test']:,} on known documents, the others on "
             "new ones)"
         )
-        if self.known == sizes:
+        if self.known == {"dev": self.dev, "test": self.test}:
             kinds = " on known documents"
         elif not any(self.known.values()):
             kinds = " on new documents"
@@ -229,7 +230,6 @@ def split_data(
     corpus: AnyPath | None = None,
     report: RecordReport | None = None,
     show_progress: bool = False,
-    stores_records: bool = False,
     corpus_columns: Columns = None,
 ) -> Split:
     """Write a split of training data to a new folder.
@@ -247,8 +247,6 @@ def split_data(
             negatives of the held-out queries, and a sample of the other passages.
         report: receives the counts of used and bad records; None: a new report.
         show_progress: True for a progress bar.
-        stores_records: True to store the training records for `load_training_data`, so that no
-            training on train.jsonl parses it again.
         corpus_columns: names of the columns of ``corpus``; see `read_passages`.
 
     Raises:
@@ -256,90 +254,86 @@ def split_data(
         DataError: for data that cannot be read, or with too few queries outside of large groups.
     """
     output = Path(output)
-    if output.exists():
-        raise ConfigError(f"{output}: exists already; name another folder, or remove it")
+    require_new_folder(output)
     settings = settings or SplitSettings()
     report = report or RecordReport()
+    if corpus_columns and corpus is None:
+        raise ConfigError("corpus_columns: there is no corpus (drop it, or give a corpus)")
     records = list(data.records(report))
     if data.data_format == "dpr":  # their scores are those of BM25
         records = [record._replace(scores=None) for record in records]
-    published_test = None
+    own_test = None
+    given_documents = None
     if data.data_format == "beir" and any(data.path.glob("qrels/test.tsv*")):
-        # `report` has counted documents and queries with the training records already.
-        texts_report = RecordReport(report.on_bad_record)
-        published_test = load_beir_folder(
-            data.path, "test", report=report, texts_report=texts_report
+        if corpus is not None or settings.test is not None or settings.fold or settings.future:
+            raise ConfigError(
+                f"{data.path}: its own test set and corpus stay as they are: drop corpus, test, "
+                "fold and future"
+            )
+        own_test = load_beir_folder(data.path, "test", report=report)
+        given_documents = [Passage(name, **texts) for name, texts in own_test.corpus.items()]
+    elif corpus is not None or data.data_format == "beir":
+        given_documents = _read_corpus(
+            data.path if corpus is None else corpus, corpus is None, corpus_columns, report
         )
-    if corpus_columns and corpus is None:
-        raise ConfigError("corpus_columns: there is no corpus (drop it, or give a corpus)")
-    corpus_documents = _read_corpus(data, corpus, corpus_columns, published_test, settings, report)
+    documents = given_documents or []
 
-    by_query = published_test is not None and _shares_passages(records, published_test)
-    grouping = group_records(
-        records, published_test, by_query, corpus_documents or (), show_progress
-    )
-    sizes = _choose_sizes(data.path, grouping, settings, published_test)
+    by_query = own_test is not None and _shares_passages(records, own_test)
+    grouping = group_records(records, own_test, by_query, documents, show_progress)
+    sizes = _choose_sizes(data.path, grouping, settings, own_test)
     sides, num_folds = assign_sides(data.path, records, grouping, sizes, settings, show_progress)
     parts: dict[str, list[Record]] = {"train": [], "dev": [], "test": [], "left out": []}
     for record, side in zip(records, sides, strict=True):
         parts[side].append(record)
-
-    documents_given = corpus_documents or ()
-    held_out = find_held_out(parts, documents_given, published_test, show_progress)
+    held_out = find_held_out(parts, documents, own_test, show_progress)
     training_records = [_remove_negatives(record, held_out) for record in parts["train"]]
-    negatives_left_out = 0
-    for before, after in zip(parts["train"], training_records, strict=True):
-        negatives_left_out += len(before.negatives) - len(after.negatives)
-
-    content = Fingerprint()
-    for line in sorted(_format_record(record) for record in records):
-        content.add(line)
+    training_corpus = collect_training_corpus(parts["train"], documents, held_out)
+    num_negatives = [
+        sum(len(record.negatives) for record in part) for part in (parts["train"], training_records)
+    ]
+    content = Fingerprint(*sorted(map(_format_record, records)))
     content.add(str(settings), "" if corpus is None else Path(corpus).name)
 
     with atomic_folder(output) as folder:
         write_text(folder / TRAIN_FILE, map(_format_record, training_records))
-        training_corpus = collect_training_corpus(parts["train"], documents_given, held_out)
-        write_text(folder / CORPUS_FILE, map(_format_document, training_corpus))
+        write_text(
+            folder / CORPUS_FILE, (format_document(*document) for document in training_corpus)
+        )
         training_positives = _collect_positives(training_records)
-        documents = {"train": len(training_corpus)}
+        num_documents = {"train": len(training_corpus)}
+        num_queries = {"train": len({normalise(record.query) for record in training_records})}
         known = {}
         positives_added = 0
         for side in ("dev", "test"):
-            if side == "test" and published_test is not None:
-                copy_test(published_test, folder / side)
-                documents[side] = len(published_test.corpus)
-                known[side] = _write_kinds(
-                    folder / side, published_test.qrels, documents_given, training_positives
-                )
-                continue
-            searched = corpus_documents
-            if searched is None:
-                searched = sample_documents(side, parts, settings.documents, settings.seed)
-            documents[side], num_added, known[side] = write_beir(
-                folder / side, parts[side], searched, training_positives
-            )
-            positives_added += num_added
+            if side == "test" and own_test is not None:
+                searched, queries, qrels = documents, own_test.queries, own_test.qrels
+            else:
+                searched = documents
+                if given_documents is None:
+                    searched = sample_documents(side, parts, settings.documents, settings.seed)
+                num_searched = len(searched)
+                searched, queries, qrels = judge_documents(parts[side], searched)
+                positives_added += len(searched) - num_searched
+            num_queries[side] = len(qrels)
+            num_documents[side] = len(searched)
+            known[side] = write_beir(folder / side, searched, queries, qrels, training_positives)
         split = Split(
-            train=_count_queries(parts["train"]),
-            dev=_count_queries(parts["dev"]),
-            test=len(published_test.qrels) if published_test else _count_queries(parts["test"]),
+            **num_queries,
             records=len(training_records),
-            documents=documents,
+            documents=num_documents,
             groups=len(grouping.queries_of_group),
             largest_group=max(grouping.queries_of_group.values()),
             near_duplicates=grouping.num_near_duplicates,
             known=known,
             left_out=len(parts["left out"]),
-            negatives_left_out=negatives_left_out,
+            negatives_left_out=num_negatives[0] - num_negatives[1],
             settings=asdict(settings),
             fingerprint=content.hex(),
             folds=num_folds,
             positives_added=positives_added,
-            has_own_test=published_test is not None,
+            has_own_test=own_test is not None,
         )
         write_json(folder / SPLIT_RECORD, {**asdict(split), **provenance()})
-    if stores_records:
-        store_records(RecordSource(output / TRAIN_FILE), RecordReport(), training_records)
     return split
 
 
@@ -353,49 +347,12 @@ def read_split(folder: AnyPath) -> Split:
         raise DataError(f"{file}: {error} is missing; split the data again") from error
 
 
-def _shares_passages(records: Sequence[Record], test: BeirDataset) -> bool:
-    """Return True if more than a fifth of the test queries have a positive of a training record."""
-    training_positives = _collect_positives(records)
-    num_shared = 0
-    for query_id in test.queries:
-        test_positives = {normalise(positive) for positive in get_positives(test, query_id)}
-        if not test_positives.isdisjoint(training_positives):
-            num_shared += 1
-    return num_shared > _MAX_SHARED_QUERIES * len(test.queries)
-
-
 def _read_corpus(
-    data: RecordSource,
-    corpus: AnyPath | None,
-    corpus_columns: Columns,
-    published_test: BeirDataset | None,
-    settings: SplitSettings,
-    report: RecordReport,
-) -> list[Passage] | None:
-    """Return the documents of `corpus`, or else those of a BEIR folder; None without both.
-
-    Raises:
-        ConfigError: for settings that a test set which came with the data does not allow.
-        DataError: for an id that occurs twice, or that a file of judgements cannot contain.
-    """
-    if published_test is not None:
-        if corpus is not None or settings.test is not None or settings.fold or settings.future:
-            raise ConfigError(
-                f"{data.path}: its own test set and corpus stay as they are: drop corpus, test, "
-                "fold and future"
-            )
-        return [Passage(name, **document) for name, document in published_test.corpus.items()]
-    if corpus is not None:
-        passages = read_passages(corpus, report, columns=corpus_columns)
-    elif data.data_format == "beir":
-        corpus = data.path
-        # The training records have counted its documents already. Published sets have blank ones.
-        own_report = RecordReport(report.on_bad_record)
-        passages = read_passages(corpus, own_report, may_be_blank=True)
-    else:
-        return None
+    corpus: AnyPath, may_be_blank: bool, columns: Columns, report: RecordReport
+) -> list[Passage]:
+    """Return documents; raise `DataError` for an id that is twice, or that qrels cannot hold."""
     documents: dict[str, Passage] = {}
-    for document in passages:
+    for document in read_passages(corpus, report, may_be_blank, columns):
         if re.search(r"[\t\r\n]", document.id):
             raise DataError(
                 f"{corpus}: the id {quoted(document.id)} has a tab or a line break; remove it"
@@ -408,32 +365,38 @@ def _read_corpus(
     return list(documents.values())
 
 
+# Sides --------------------------------------------------------------------------------------------
+
+
+def _shares_passages(records: Sequence[Record], test: BeirDataset) -> bool:
+    """Return True if more than a fifth of the test queries have a positive of a training record."""
+    training_positives = _collect_positives(records)
+    num_shared = 0
+    for query_id in test.queries:
+        test_positives = map(normalise, get_positives(test, query_id))
+        num_shared += not training_positives.isdisjoint(test_positives)
+    return num_shared > _MAX_SHARED_QUERIES * len(test.queries)
+
+
 def _choose_sizes(
-    source: AnyPath, grouping: Grouping, settings: SplitSettings, published_test: BeirDataset | None
+    source: AnyPath, grouping: Grouping, settings: SplitSettings, own_test: BeirDataset | None
 ) -> dict[str, int]:
     """Return the number of queries to hold out: {"dev": number, "test": number}.
 
     The number of test queries is 0 if the data came with a test set, which is used as it is.
     """
     candidates = grouping.queries_of_group.keys() - grouping.groups_of_test
-    num_queries = sum(grouping.queries_of_group[group] for group in candidates)
+    num_queries = grouping.count_queries(candidates)
     if num_queries < LEAST_QUERIES:
         raise DataError(
             f"{source}: has {num_queries} distinct queries; it takes at least {LEAST_QUERIES} "
             "to hold some of them out"
         )
     sizes = {}
-    for side, given, share, largest in (
-        ("dev", settings.dev, DEV_SHARE, LARGEST_DEV),
-        ("test", settings.test, TEST_SHARE, LARGEST_TEST),
-    ):
-        if given is None:
-            sizes[side] = max(1, round(min(largest, share * num_queries)))
-        elif given < 1:
-            sizes[side] = max(1, round(given * num_queries))
-        else:
-            sizes[side] = int(given)
-    if published_test is not None:
+    for side, (share, largest) in DEFAULT_SIZES.items():
+        size = getattr(settings, side) or min(largest, share * num_queries)
+        sizes[side] = max(1, round(size * num_queries if size < 1 else size))
+    if own_test is not None:
         sizes["test"] = 0
     if sum(sizes.values()) >= num_queries:
         raise ConfigError(
@@ -470,51 +433,46 @@ def assign_sides(
     num_linked = sum(number for number in grouping.queries_of_group.values() if number > 1)
     if sizes["test"] == 0 or (future is None and num_linked < LEAST_KNOWN_PASSAGES):
         future = "new"
-    seed = str(settings.seed)
-    groups = _list_small_groups(grouping, sizes, seed)
-    known = KnownQueries({}, {"dev": 0, "test": 0}, 0, 0, 0)
+    groups = _list_small_groups(grouping, sizes, str(settings.seed))
+    known: dict[int, dict[str, str]] = {}
     if future != "new":
         most_known = sizes
         groups_of_new = []
         if future != "known":
             most_known = {side: size // 2 for side, size in sizes.items()}
             num_left = sum(grouping.queries_of_group.values()) / 2
-            for group in _list_small_groups(grouping, most_known, seed):
+            for group in _list_small_groups(grouping, most_known, str(settings.seed)):
                 if num_left > 0:
                     groups_of_new.append(group)
                     num_left -= grouping.queries_of_group[group]
         others = grouping.queries_of_group.keys() - set(groups_of_new)
-        other_records = [
-            record
-            for record, group in zip(records, grouping.group_of_record, strict=True)
-            if group in others
-        ]
-        candidates = choose_known_queries(other_records, most_known, settings, show_progress)
-        if future == "known" and candidates.available < sum(sizes.values()):
-            raise DataError(
-                f"{source}: cannot hold out {sum(sizes.values()):,} queries on known documents: "
-                f"{candidates.available:,} have only passages that stay positives of other queries "
-                "(lower --dev and --test, or give another --future)"
-            )
-        new_sizes = {side: max(0, size - candidates.sizes[side]) for side, size in sizes.items()}
+        other_records = []
+        for record, group in zip(records, grouping.group_of_record, strict=True):
+            if group in others:
+                other_records.append(record)
+        candidates, num_known_folds = choose_known_queries(
+            source, other_records, most_known, settings, show_progress
+        )
+        num_known = Counter(candidates[0].values())
+        new_sizes = {side: max(0, size - num_known[side]) for side, size in sizes.items()}
         has_enough_new = grouping.count_queries(groups_of_new) >= sum(new_sizes.values())
-        has_enough_known = candidates.num_passages >= LEAST_KNOWN_PASSAGES
-        if future is not None or (has_enough_new and has_enough_known):
+        if future is not None or (candidates[0] and has_enough_new):
             known, groups, sizes = candidates, groups_of_new, new_sizes
 
     folds = []  # of new and of known queries
     if sizes["test"] > 0:
         folds.append(grouping.count_queries(groups) // sizes["test"])
-    if known.sizes["test"] > 0:
-        folds.append(known.num_folds)
+    if known and "test" in known[0].values():
+        folds.append(num_known_folds)
     num_folds = max(1, min(folds, default=1))
     if settings.fold >= num_folds:
         raise ConfigError(f"fold={settings.fold}: {source} has folds 0 to {num_folds - 1}")
     side_of_group = choose_sides(source, grouping, groups, sizes, settings.fold)
+    side_of_known = known.get(settings.fold, {})
     sides = []
     for record, group in zip(records, grouping.group_of_record, strict=True):
         side = side_of_group.get(group, "left out")
-        sides.append(known.sides.get(normalise(record.query), side))
+        sides.append(side_of_known.get(normalise(record.query), side))
     return sides, num_folds
 
 
@@ -539,7 +497,7 @@ def choose_sides(
         DataError: if too many queries are in large groups, or a side gets no group.
     """
     num_available = grouping.count_queries(groups)
-    num_held_out = sizes["dev"] + sizes["test"]
+    num_held_out = sum(sizes.values())
     if num_available < num_held_out:
         raise DataError(
             f"{source}: cannot hold out {num_held_out:,} queries. Records that share a text, or "
@@ -549,15 +507,12 @@ def choose_sides(
             f"(raise --{'test' if sizes['test'] else 'dev'}, so that more groups are small, give "
             "another --future, or give pairs with more different texts)"
         )
-    test_start = fold * sizes["test"]
     sides = dict.fromkeys(grouping.queries_of_group.keys() - grouping.groups_of_test, "train")
-    position = 0  # number of queries in the groups before this one
+    position = -fold * sizes["test"]  # number of queries between the start of test and this group
     for group in groups:
-        offset = (position - test_start) % num_available
-        if offset < sizes["test"]:
-            sides[group] = "test"
-        elif offset < num_held_out:
-            sides[group] = "dev"
+        offset = position % num_available
+        if offset < num_held_out:
+            sides[group] = "test" if offset < sizes["test"] else "dev"
         position += grouping.queries_of_group[group]
     for side, size in sizes.items():
         if size > 0 and side not in sides.values():
@@ -576,42 +531,25 @@ def choose_sides(
 def _list_small_groups(grouping: Grouping, sizes: Mapping[str, int], seed: str) -> list[int]:
     """Return the groups that may be held out, in a random order that depends on the seed.
 
-    A group with more than a quarter of the queries of dev or test, whichever has more, would decide
-    the score. Groups that are linked with the published test set are left out.
+    These are small groups without a text of the published test set.
     """
-    largest_small_group = max(1, max(sizes.values()) // _SMALL_GROUPS_PER_SET)
+    largest = max(1, max(sizes.values()) // _SMALL_GROUPS_PER_SET)
     small_groups = []
     for group, num_queries in grouping.queries_of_group.items():
-        if group not in grouping.groups_of_test and num_queries <= largest_small_group:
+        if group not in grouping.groups_of_test and num_queries <= largest:
             small_groups.append(group)
-    small_groups.sort(key=lambda group: _hash_text(f"{seed}:{grouping.key_of_group[group]}"))
-    return small_groups
-
-
-class KnownQueries(NamedTuple):
-    """Queries that are held out although their passages stay in training.
-
-    Attributes:
-        sides: {normalised query: "dev" or "test"}.
-        sizes: number of queries in "dev" and in "test" of fold 0.
-        available: number of queries that can be held out at once.
-        num_passages: number of passages of the available queries.
-        num_folds: number of folds whose test set has at least half as many queries as wanted.
-    """
-
-    sides: dict[str, str]
-    sizes: dict[str, int]
-    available: int
-    num_passages: int
-    num_folds: int
+    return sorted(
+        small_groups, key=lambda group: _hash_text(f"{seed}:{grouping.key_of_group[group]}")
+    )
 
 
 def choose_known_queries(
+    source: AnyPath,
     records: Sequence[Record],
     sizes: Mapping[str, int],
     settings: SplitSettings,
     show_progress: bool = False,
-) -> KnownQueries:
+) -> tuple[dict[int, dict[str, str]], int]:
     """Choose queries whose positives are all positives of queries that stay in training.
 
     Near-duplicates of a query are held out with it. The groups of near-duplicates are in a random
@@ -623,6 +561,14 @@ def choose_known_queries(
         records: if a passage is among them, all records with this passage.
         sizes: largest number of queries in "dev" and "test". If fewer can be held out at once, both
             get their share of them.
+
+    Returns:
+        {fold: {normalised query: "dev" or "test"}} of fold 0 and the fold of the settings, empty if
+        too few passages have known queries; and the number of folds whose test set has at least
+        half as many queries as wanted.
+
+    Raises:
+        DataError: if all held-out queries have to be known, and too few can be.
     """
     grouping = group_records(records, None, by_query=True, show_progress=show_progress)
     passages: dict[int, set[str]] = {}
@@ -645,34 +591,41 @@ def choose_known_queries(
         return taken
 
     possible = take(order, math.inf, Counter())
-    num_passages = len({passage for group in possible for passage in passages[group]})
     available = grouping.count_queries(possible)
-    num_wanted = max(1, sum(sizes.values()))
-    goals = {side: min(size, available * size // num_wanted) for side, size in sizes.items()}
-    first_sizes: dict[str, int] = {}
-    side_of_group: dict[int, str] = {}
+    num_wanted = sum(sizes.values())
+    if settings.future == "known" and available < num_wanted:
+        raise DataError(
+            f"{source}: cannot hold out {num_wanted:,} queries on known documents: {available:,} "
+            "have only passages that stay positives of other queries (lower --dev and --test, or "
+            "give another --future)"
+        )
+    passages_of_known = set().union(*(passages[group] for group in possible))
+    if settings.future is None and len(passages_of_known) < LEAST_KNOWN_PASSAGES:
+        return {0: {}}, 0
+    goals = {
+        side: min(size, available * size // max(1, num_wanted)) for side, size in sizes.items()
+    }
+    sides_of_fold: dict[int, dict[str, str]] = {}
     untested = order
-    for fold in count():
+    fold = 0
+    while True:
         num_held_out: Counter[str] = Counter()
         test = set(take(untested, goals["test"], num_held_out))
         untested = [group for group in untested if group not in test]
-        num_tested = grouping.count_queries(test)
         if fold in (0, settings.fold):
             others = [group for group in reversed(order) if group not in test]
-            dev = take(others, goals["dev"], num_held_out)
-            side_of_group = {**dict.fromkeys(dev, "dev"), **dict.fromkeys(test, "test")}
-            first_sizes = first_sizes or {"dev": grouping.count_queries(dev), "test": num_tested}
-        if num_tested < max(1, goals["test"] / 2):
-            break  # this fold and later ones do not count
-    sides = {}
-    for record, group in zip(records, grouping.group_of_record, strict=True):
-        if group in side_of_group:
-            sides[normalise(record.query)] = side_of_group[group]
-    return KnownQueries(sides, first_sizes, available, num_passages, num_folds=fold)
+            dev = set(take(others, goals["dev"], num_held_out))
+            sides_of_fold[fold] = {
+                normalise(record.query): "dev" if group in dev else "test"
+                for record, group in zip(records, grouping.group_of_record, strict=True)
+                if group in dev or group in test
+            }
+        if grouping.count_queries(test) < max(1, goals["test"] / 2):
+            return sides_of_fold, fold  # this fold and later ones do not count
+        fold += 1
 
 
-def _count_queries(records: Iterable[Record]) -> int:
-    return len({normalise(record.query) for record in records})
+# Texts --------------------------------------------------------------------------------------------
 
 
 def find_held_out(
@@ -700,9 +653,8 @@ def find_held_out(
     negatives = {normalise(text) for record in parts["train"] for text in record.negatives}
     for document in documents:
         negatives |= _get_texts(document)
-    held_out |= find_near_duplicates(
-        negatives - held_out - training_positives, held_out, show_progress
-    )
+    negatives -= held_out | training_positives
+    held_out |= find_near_duplicates(negatives, held_out, show_progress)
     return _add_copies(held_out, documents) - training_positives
 
 
@@ -714,20 +666,36 @@ def collect_training_corpus(
     These are the positives and hard negatives of the training records, and all ``documents``,
     except for held-out texts, copies of these passages, and repeated documents.
     """
-    training_passages = {}
+    passages = _collect_passages(records)
     collected = {}  # {normalised text: document}
-    for text, passage in _collect_passages(records).items():
+    for text in passages:
         if text not in held_out:
-            training_passages[text] = passage
-            collected[text] = Passage(_make_document_id(text), "", passage)
-    copies_of_passages = _add_copies(training_passages.keys(), documents)
+            collected[text] = _make_document(text, passages[text])
+    copies_of_passages = _add_copies(collected.keys(), documents)
     for document in documents:
         text = normalise(document.passage)
-        if text in training_passages and document.passage == training_passages[text]:
+        if text not in held_out and document.passage == passages.get(text):
             collected[text] = document  # replaces the training passage, to keep the corpus's id
         elif text and text not in held_out and text not in copies_of_passages:
             collected.setdefault(text, document)
     return list(collected.values())
+
+
+def sample_documents(
+    side: str, parts: Mapping[str, Sequence[Record]], size: int, seed: int
+) -> list[Passage]:
+    """Return the passages of a side's records, and a sample of others up to `size` in all."""
+    passages = _collect_passages(parts[side])
+    others: dict[str, str] = {}
+    for records in parts.values():
+        others.update(_collect_passages(records))
+    order = sorted(
+        others.keys() - passages.keys(),
+        key=lambda text: _hash_text(f"{seed}:{fold_case(others[text])}"),
+    )
+    for text in order[: max(0, size - len(passages))]:
+        passages[text] = others[text]
+    return [_make_document(text, passage) for text, passage in passages.items()]
 
 
 def _get_texts(document: Passage) -> set[str]:
@@ -745,7 +713,7 @@ def _add_copies(texts: Set[str], documents: Iterable[Passage]) -> set[str]:
     between title and text.
     """
     all_texts = set(texts)
-    words = {get_words(text) for text in texts}
+    words = set(map(get_words, texts))
     for document in documents:
         texts_of_document = _get_texts(document)
         if not words.isdisjoint(map(get_words, texts_of_document)):
@@ -755,56 +723,7 @@ def _add_copies(texts: Set[str], documents: Iterable[Passage]) -> set[str]:
 
 def _collect_positives(records: Iterable[Record]) -> set[str]:
     """Return the normalised positives of records."""
-    positives: set[str] = set()
-    for record in records:
-        positives.update(normalise(positive) for positive in record.positives)
-    return positives
-
-
-def _remove_negatives(record: Record, passages: Set[str]) -> Record:
-    """Return a record without the hard negatives whose normalised text is in `passages`."""
-    negatives = []
-    negative_scores = []
-    for position, negative in enumerate(record.negatives, start=len(record.positives)):
-        if normalise(negative) not in passages:
-            negatives.append(negative)
-            if record.scores is not None:
-                negative_scores.append(record.scores[position])
-    scores = record.scores
-    if scores is not None:
-        scores = scores[: len(record.positives)] + negative_scores
-    return record._replace(negatives=negatives, scores=scores)
-
-
-def _format_record(record: Record) -> str:
-    """Return a training record as a line of JSON that `contaccum.data.read_records` reads."""
-    positives = record.positives
-    content: dict[str, object] = {"query": record.query}
-    content["positive"] = positives[0] if len(positives) == 1 else positives
-    if record.negatives:
-        content["negatives"] = record.negatives
-    if record.scores is not None:
-        content["scores"] = record.scores
-    return json.dumps(content, ensure_ascii=False) + "\n"
-
-
-def sample_documents(
-    side: str, parts: Mapping[str, Sequence[Record]], size: int, seed: int
-) -> list[Passage]:
-    """Return the passages of a side's records, and a sample of others up to `size` in all."""
-    passages = _collect_passages(parts[side])
-    all_passages: dict[str, str] = {}
-    for records in parts.values():
-        all_passages.update(_collect_passages(records))
-    other_texts = all_passages.keys() - passages.keys()
-    sort_keys = {
-        text: _hash_text(f"{seed}:{fold_case(all_passages[text])}") for text in other_texts
-    }
-    for text in sorted(other_texts, key=sort_keys.__getitem__):
-        if len(passages) >= size:
-            break
-        passages[text] = all_passages[text]
-    return [Passage(_make_document_id(text), "", passage) for text, passage in passages.items()]
+    return {normalise(positive) for record in records for positive in record.positives}
 
 
 def _collect_passages(records: Iterable[Record]) -> dict[str, str]:
@@ -820,13 +739,43 @@ def _collect_passages(records: Iterable[Record]) -> dict[str, str]:
     return passages
 
 
-def write_beir(
-    folder: Path,
-    records: Sequence[Record],
-    searched: Iterable[Passage],
-    training_positives: Set[str],
-) -> tuple[int, int, int]:
-    """Write the records of dev or test to a new BEIR folder, whose split is called ``test``.
+def _remove_negatives(record: Record, passages: Set[str]) -> Record:
+    """Return a record without the hard negatives whose normalised text is in `passages`."""
+    is_allowed = [normalise(negative) not in passages for negative in record.negatives]
+    scores = record.scores
+    if scores is not None:
+        is_kept = [True] * len(record.positives) + is_allowed
+        scores = list(compress(scores, is_kept))
+    return record._replace(negatives=list(compress(record.negatives, is_allowed)), scores=scores)
+
+
+def _hash_text(text: str) -> str:
+    return hashlib.sha256(text.encode("utf-8")).hexdigest()
+
+
+# Files --------------------------------------------------------------------------------------------
+
+
+def _make_document(normalised_text: str, passage: str) -> Passage:
+    return Passage(_hash_text(normalised_text)[:16], "", passage)
+
+
+def _format_record(record: Record) -> str:
+    """Return a training record as a line of JSON that `contaccum.data.read_records` reads."""
+    positives = record.positives
+    content: dict[str, object] = {"query": record.query}
+    content["positive"] = positives[0] if len(positives) == 1 else positives
+    if record.negatives:
+        content["negatives"] = record.negatives
+    if record.scores is not None:
+        content["scores"] = record.scores
+    return json.dumps(content, ensure_ascii=False) + "\n"
+
+
+def judge_documents(
+    records: Sequence[Record], searched: Iterable[Passage]
+) -> tuple[list[Passage], dict[str, str], dict[str, dict[str, int]]]:
+    """Return documents, queries ({id: text}) and qrels of the records of dev or test.
 
     Every document that is a copy of a positive of a query is relevant to the query. For a positive
     without such a document, documents with the same words are its copies: those that differ only in
@@ -834,14 +783,6 @@ def write_beir(
 
     A query whose own text is a document gets the id of this document, unless the document is
     relevant to it. An evaluation ignores the document with the id of the query, as in BEIR.
-
-    Args:
-        searched: the documents of this side, without the positives that are added.
-        training_positives: the normalised positives of training, see `_write_kinds`.
-
-    Returns:
-        The number of documents, how many of them are positives that were added, and the number of
-        known queries.
     """
     queries: dict[str, str] = {}  # texts by the normalised text
     positives: dict[str, str] = {}
@@ -854,23 +795,19 @@ def write_beir(
     for document in documents:
         for text in _get_texts(document) & ids_of_text.keys():
             ids_of_text[text].append(document.id)
-    ids_by_words: dict[str, list[str]] = {}
-    for text in positives:
-        if not ids_of_text[text]:
-            ids_by_words[get_words(text)] = []
+    ids_by_words: dict[str, list[str]] = {
+        get_words(text): [] for text in positives if not ids_of_text[text]
+    }
     for document in documents if ids_by_words else []:
         for words in set(map(get_words, _get_texts(document))) & ids_by_words.keys():
             ids_by_words[words].append(document.id)
-    num_added = 0
     for text, positive in positives.items():
         ids = ids_of_text[text]
         if not ids:
             ids.extend(ids_by_words[get_words(text)])
         if not ids:
-            document = Passage(_make_document_id(text), "", positive)
-            documents.append(document)
-            ids.append(document.id)
-            num_added += 1
+            documents.append(_make_document(text, positive))
+            ids.append(documents[-1].id)
 
     grades: dict[str, dict[str, int]] = {query: {} for query in queries}
     for record in records:
@@ -880,46 +817,29 @@ def write_beir(
     document_ids = {document.id for document in documents}
     free_ids = (f"q{number}" for number in count() if f"q{number}" not in document_ids)
     qrels: dict[str, dict[str, int]] = {}
-    qrels_lines = []
     for query, judgements in grades.items():
         own_ids = [name for name in ids_of_text[query] if name not in judgements]
         query_id = next(name for name in chain(own_ids, free_ids) if name not in qrels)
         qrels[query_id] = judgements
-        qrels_lines += [f"{query_id}\t{document_id}\t1\n" for document_id in judgements]
-    texts = dict(zip(qrels, queries.values(), strict=True))
-    _write_beir_files(folder, documents, texts, qrels_lines)
-    return len(documents), num_added, _write_kinds(folder, qrels, documents, training_positives)
+    return documents, dict(zip(qrels, queries.values(), strict=True)), qrels
 
 
-def _write_beir_files(
+def write_beir(
     folder: Path,
     documents: Iterable[Passage],
     queries: Mapping[str, str],
-    qrels_lines: Iterable[str],
-) -> None:
-    """Write corpus, queries ({id: text}) and the split ``test`` to a new BEIR folder."""
-    (folder / "qrels").mkdir(parents=True)
-    write_text(folder / "corpus.jsonl", map(_format_document, documents))
-    query_lines = []
-    for query_id, text in queries.items():
-        query_lines.append(json.dumps({"_id": query_id, "text": text}) + "\n")
-    write_text(folder / "queries.jsonl", query_lines)
-    write_text(folder / "qrels" / "test.tsv", [QRELS_HEADER, *qrels_lines])
-
-
-def _write_kinds(
-    folder: Path,
     qrels: Mapping[str, Mapping[str, int]],
-    documents: Iterable[Passage],
-    training_positives: Set[str],
+    training_positives: Set[str] = frozenset(),
 ) -> int:
-    """Write the judgements of known queries as a split of their own, and so those of new queries.
+    """Write a new BEIR folder, whose split is called ``test``; return the number of known queries.
 
-    A query is known if all its relevant documents are copies of positives of training queries.
-    Without known queries nothing is written; if all are known, nothing of new ones.
+    The judgements of known queries are also written as a split ``known``, and those of the others
+    as ``new``; neither is written if no query is known, and ``new`` only if there are such.
 
-    Returns:
-        The number of known queries.
+    Args:
+        queries: {id: text}.
+        training_positives: the normalised positives of training. A query is known if all its
+            relevant documents are copies of them.
     """
     relevant_ids: dict[str, set[str]] = {}
     for query_id, judgements in qrels.items():
@@ -930,46 +850,16 @@ def _write_kinds(
     known_ids = {
         name for name, document in relevant.items() if normalise(document.passage) in known_texts
     }
-    lines: dict[str, list[str]] = {"known": [], "new": []}
-    num_known = 0
+    kinds: dict[str, dict[str, Mapping[str, int]]] = {"known": {}, "new": {}}
     for query_id, judgements in qrels.items():
         ids = relevant_ids[query_id] & relevant.keys()
         is_known = len(ids) > 0 and ids <= known_ids
-        num_known += is_known
-        for document_id, grade in judgements.items():
-            line = f"{query_id}\t{document_id}\t{grade}\n"
-            lines["known" if is_known else "new"].append(line)
-    for kind in lines:
-        if num_known > 0 and lines[kind]:
-            write_text(folder / "qrels" / f"{kind}.tsv", [QRELS_HEADER, *lines[kind]])
-    return num_known
-
-
-def copy_test(test: BeirDataset, folder: Path) -> None:
-    """Copy corpus, queries and test split of a BEIR folder.
-
-    If records were left out, only the others are written, so that the copy has no bad record.
-    """
-    if test.report.reported:
-        write_part(test, test.corpus, folder)
-        return
-    (folder / "qrels").mkdir(parents=True)
-    for pattern in ("corpus.jsonl*", "queries.jsonl*", "qrels/test.tsv*"):
-        for file in test.path.glob(pattern):
-            shutil.copyfile(file, folder / file.relative_to(test.path))
-
-
-def _format_document(document: Passage) -> str:
-    content = {"_id": document.id, "title": document.title, "text": document.text}
-    return json.dumps(content, ensure_ascii=False) + "\n"
-
-
-def _make_document_id(normalised_text: str) -> str:
-    return _hash_text(normalised_text)[:16]
-
-
-def _hash_text(text: str) -> str:
-    return hashlib.sha256(text.encode("utf-8")).hexdigest()
+        kinds["known" if is_known else "new"][query_id] = judgements
+    write_beir_folder(folder, documents, queries.items(), qrels, "test")
+    for kind, judged in kinds.items():
+        if kinds["known"] and judged:
+            write_qrels(folder, kind, judged)
+    return len(kinds["known"])
 
 
 def write_part(dataset: BeirDataset, document_ids: Container[str], folder: Path) -> None:
@@ -979,9 +869,11 @@ def write_part(dataset: BeirDataset, document_ids: Container[str], folder: Path)
     """
     corpus = dataset.corpus
     documents = [Passage(name, **corpus[name]) for name in corpus if name in document_ids]
-    qrels_lines = []
+    qrels: dict[str, dict[str, int]] = {}
     for query_id, judgements in dataset.qrels.items():
-        for document_id, grade in judgements.items():
-            if document_id in document_ids or document_id not in corpus:
-                qrels_lines.append(f"{query_id}\t{document_id}\t{grade}\n")
-    _write_beir_files(folder, documents, dataset.queries, qrels_lines)
+        qrels[query_id] = {
+            name: grade
+            for name, grade in judgements.items()
+            if name in document_ids or name not in corpus
+        }
+    write_beir(folder, documents, dataset.queries, qrels)

@@ -69,7 +69,7 @@ def add_adapter(
 
     Raises:
         ConfigError: if a layer does not exist or cannot have an adapter, the model has an adapter
-            already, or peft is not installed.
+            or no backbone, or peft is not installed.
     """
     require_peft("an adapter")
     from peft import LoraConfig
@@ -99,15 +99,9 @@ def add_adapter(
 
 
 def put_adapter(model: nn.Module, config: Any, name: str | None = None) -> None:
-    """Freeze every backbone of a model, and add an adapter to each.
+    """Freeze every backbone of a model, and add an adapter with a config of peft to each.
 
-    Args:
-        config: config of peft.
-        name: name of the adapter. None: "default".
-
-    Raises:
-        ConfigError: if the model has no backbone.
-        ValueError: if peft refuses the config. peft may raise other errors as well.
+    Raises `ConfigError` if the model has no backbone, and the errors of peft.
     """
     from peft.functional import cast_adapter_dtype
 
@@ -128,10 +122,7 @@ def put_adapter(model: nn.Module, config: Any, name: str | None = None) -> None:
 
 
 def make_adapter_trainable(model: nn.Module) -> None:
-    """Make the adapters of a loaded model trainable, and let towers share equal frozen weights.
-
-    A model without an adapter is not changed.
-    """
+    """Make the adapters of a model trainable, if it has any, and share equal frozen weights."""
     if not has_adapter(model):
         return
     for backbone in get_backbones(model):
@@ -147,15 +138,15 @@ def merge_adapter(model: nn.Module) -> None:
     """Add the adapters to the frozen weights, so that the model has no adapters any more.
 
     Each tower then has its own weights. The sums are computed in float32, and rounded to the dtype
-    of the base. bfloat16 and float16 lose a part of a small update, and a warning is logged. Call
-    ``model.float()`` first to keep the whole update.
+    of the base; call ``model.float()`` first to keep a small update whole.
     """
     from peft.tuners.tuners_utils import BaseTunerLayer
 
-    adapted_transformers = []  # the transformers of one tower or of both
-    for module in model.modules():
-        if isinstance(module, Transformer) and getattr(module.model, "peft_config", None):
-            adapted_transformers.append(module)
+    adapted_transformers = [
+        module
+        for module in model.modules()
+        if isinstance(module, Transformer) and getattr(module.model, "peft_config", None)
+    ]
     if any(transformer.model.dtype in _HALF_DTYPES for transformer in adapted_transformers):
         logger.warning(
             "the merged weights are rounded to bfloat16 or float16, the dtype of the base, which "
@@ -198,19 +189,18 @@ def has_adapter(model: nn.Module) -> bool:
 def describe_adapters(model: nn.Module) -> list[dict[str, Any]]:
     """Return base, rank, alpha, dropout and layers of each adapter, to describe a run in JSON."""
     names = ("base_model_name_or_path", "r", "lora_alpha", "lora_dropout")
-    descriptions = []
-    for config in _get_adapter_configs(model):
-        description = {name: getattr(config, name, None) for name in names}
-        description["layers"] = sorted(config.target_modules)
-        descriptions.append(description)
-    return descriptions
+    return [
+        {name: getattr(config, name, None) for name in names}
+        | {"layers": sorted(config.target_modules)}
+        for config in _get_adapter_configs(model)
+    ]
 
 
 def _get_adapter_configs(model: nn.Module) -> list[Any]:
-    configs: list[Any] = []
-    for backbone in get_backbones(model):
-        configs.extend(getattr(backbone, "peft_config", {}).values())
-    return configs
+    backbones = get_backbones(model)
+    return [
+        config for backbone in backbones for config in getattr(backbone, "peft_config", {}).values()
+    ]
 
 
 def require_peft(feature: str) -> None:
@@ -228,9 +218,7 @@ def share_equal_frozen_weights(backbones: Sequence[PreTrainedModel]) -> None:
         # peft renames "layer.weight" to "layer.base_layer.weight" in every layer that it adapts.
         return name.replace(".base_layer.", ".")
 
-    first_weights = {}
-    for name, weight in backbones[0].named_parameters():
-        first_weights[get_name_in_base(name)] = weight
+    first_weights = {get_name_in_base(x): weight for x, weight in backbones[0].named_parameters()}
     for backbone in backbones[1:]:
         has_same_base = backbone.name_or_path == backbones[0].name_or_path
         for name, weight in list(backbone.named_parameters()):
@@ -246,14 +234,11 @@ def share_equal_frozen_weights(backbones: Sequence[PreTrainedModel]) -> None:
 
 
 def find_adapter_bases(folder: Path) -> list[str]:
-    """Return the name or folder of each adapter's base in a model's folder.
-
-    Raises:
-        ConfigError: if there is an adapter and peft is not installed.
-    """
-    tower_config_files = folder.glob(f"{_TOWER_FOLDERS}/{_ADAPTER_CONFIG}")
-    possible_files = [folder / _ADAPTER_CONFIG, *tower_config_files]
-    config_files = [file for file in possible_files if file.is_file()]
+    """Return the name or folder of each adapter's base in a model's folder; this needs peft."""
+    config_files = [
+        *folder.glob(_ADAPTER_CONFIG),
+        *folder.glob(f"{_TOWER_FOLDERS}/{_ADAPTER_CONFIG}"),
+    ]
     if config_files:
         require_peft(str(folder))
     return [str(read_json(file)["base_model_name_or_path"]) for file in config_files]
@@ -270,18 +255,15 @@ def saving(model: nn.Module, folder: AnyPath) -> Iterator[None]:
         ConfigError: if the base of an adapter is a folder that does not hold the base any more.
     """
     folder = Path(folder)
-    base_folders = []
-    for config in _get_adapter_configs(model):
-        base = Path(config.base_model_name_or_path)
-        if not base.is_absolute():
-            # `put_adapter` makes the path of a base folder absolute. This is a name on the hub.
-            continue
+    bases = [Path(config.base_model_name_or_path) for config in _get_adapter_configs(model)]
+    # `put_adapter` makes the path of a base folder absolute. Another base is a name on the hub.
+    base_folders = [base for base in bases if base.is_absolute()]
+    for base in base_folders:
         if not (base / "config.json").is_file():
             raise ConfigError(
                 f"the adapter cannot be saved alone, because its base is not in {base}: restore "
                 "that folder, or call merge_adapter to save a full model"
             )
-        base_folders.append(base)
     remove_stale_files(folder, has_adapter(model), base_folders)
     yield
     if not has_adapter(model):
@@ -300,19 +282,12 @@ def remove_stale_files(folder: Path, is_adapted: bool, base_folders: Sequence[Pa
 
     An old adapter beside new full weights would be loaded with them. Old full weights beside a new
     adapter would be loaded as its base, so they are kept only if they are its base.
-
-    Args:
-        folder: the folder of a model. The folders of its towers are cleaned too.
-        is_adapted: True if the model to be saved has an adapter.
-        base_folders: folders of the bases of its adapters.
     """
     resolved_bases = {base.resolve() for base in base_folders}
     for module_folder in (folder, *folder.glob(_TOWER_FOLDERS)):
-        patterns: tuple[str, ...] = _ADAPTER_FILES
         is_base = module_folder.resolve() in resolved_bases
-        if is_adapted and not is_base:
-            patterns = (*_ADAPTER_FILES, *_BACKBONE_FILES)
-        for pattern in patterns:
+        stale_backbone_files = _BACKBONE_FILES if is_adapted and not is_base else ()
+        for pattern in (*_ADAPTER_FILES, *stale_backbone_files):
             for file in list(module_folder.glob(pattern)):
                 file.unlink()
 
@@ -324,11 +299,11 @@ def _make_towers_loadable(folder: Path) -> list[Path]:
     # tower is loaded as a whole model from its own folder.
     router_file = folder / "router_config.json"
     router = read_json(router_file)
-    tower_folders = []
-    for name, type_name in router["types"].items():
-        is_adapter_folder = (folder / name / _ADAPTER_CONFIG).is_file()
-        if type_name == _TRANSFORMER_TYPE and is_adapter_folder:
-            tower_folders.append(folder / name)
+    tower_folders = [
+        folder / name
+        for name, type_name in router["types"].items()
+        if type_name == _TRANSFORMER_TYPE and (folder / name / _ADAPTER_CONFIG).is_file()
+    ]
     for tower_folder in tower_folders:
         modules = [{"idx": 0, "name": "0", "path": "", "type": _TRANSFORMER_TYPE}]
         write_json(tower_folder / "modules.json", modules)
@@ -338,10 +313,9 @@ def _make_towers_loadable(folder: Path) -> list[Path]:
 
 
 class TransformerLoader(Transformer):
-    """A loader of ``Transformer`` modules with adapters.
+    """A loader of ``Transformer`` modules, whose class method `load` returns one of these.
 
     A tower is loaded from its own folder, and an adapter in the precision in which it was saved.
-    Only the class method `load` is used, and returns a ``Transformer``.
     """
 
     @classmethod
@@ -351,14 +325,9 @@ class TransformerLoader(Transformer):
         """Load a module, as `Transformer.load` does."""
         if subfolder:
             # Transformer would look for the subfolder in the base of an adapter.
-            local_folder = load_dir_path(
-                model_name_or_path,
-                subfolder,
-                token=kwargs.get("token"),
-                cache_folder=kwargs.get("cache_folder"),
-                revision=kwargs.get("revision"),
-                local_files_only=kwargs.get("local_files_only", False),
-            )
+            names = ("token", "cache_folder", "revision", "local_files_only")
+            options = {name: kwargs[name] for name in names if name in kwargs}
+            local_folder = load_dir_path(model_name_or_path, subfolder, **options)
             model_name_or_path = local_folder or model_name_or_path
         module = Transformer.load(model_name_or_path, **kwargs)
         if getattr(module.model, "peft_config", None) and module.model.dtype != torch.float32:
@@ -374,10 +343,9 @@ class TransformerLoader(Transformer):
                 cache_dir=kwargs.get("cache_folder"),
                 revision=kwargs.get("revision"),
             )
-            state = {}
             # Files of peft have this prefix, but `set_peft_model_state_dict` expects no prefix.
-            for name, weight in weights.items():
-                state[name.removeprefix("base_model.model.")] = weight
+            prefix = "base_model.model."
+            state = {name.removeprefix(prefix): weight for name, weight in weights.items()}
             set_peft_model_state_dict(module.model, state)
         return module
 
@@ -396,10 +364,8 @@ def replace_saved_adapter(folder: AnyPath, model: SentenceTransformer) -> None:
     The adapters are often the only copy of the trained weights. They are removed only after the
     full model is completely on the disk. If the process is killed, either the model with adapters
     is in the folder, or the complete full model is in the subfolder `MERGED_FOLDER`, which is
-    removed at the end. Other files of the folder, such as the model card, stay.
-
-    Raises:
-        UserError: if the full model cannot be written. The folder is not changed then.
+    removed at the end. Other files of the folder stay. If the full model cannot be written,
+    `UserError` is raised, and the folder is not changed.
     """
     folder = Path(folder)
     merged_folder = folder / MERGED_FOLDER

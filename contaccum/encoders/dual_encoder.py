@@ -1,8 +1,7 @@
 """DualEncoder: a query tower and a passage tower as one SentenceTransformer.
 
 A tower is the encoder of one side. Tied towers share every weight; untied towers have separate
-weights, or separate adapters on the same frozen weights. `SentenceTransformer(path)` loads a folder
-that a DualEncoder saved: pooling, prompts and routing are those of sentence-transformers.
+weights, or separate adapters on the same frozen weights.
 """
 
 from __future__ import annotations
@@ -14,7 +13,6 @@ from typing import Any, Literal
 
 import torch
 from sentence_transformers import SentenceTransformer
-from sentence_transformers.sentence_transformer.model_card import SentenceTransformerModelCardData
 from sentence_transformers.sentence_transformer.modules import Normalize, Pooling, Router
 from sentence_transformers.util import get_device_name, truncate_embeddings
 from torch import nn
@@ -35,30 +33,16 @@ from contaccum.files import AnyPath
 
 _QUERY_MAX_LENGTH = 32
 _PASSAGE_MAX_LENGTH = 256
-_ENCODE_OF_TWO_TOWERS = (
-    "`encode` alone takes the encoder of the documents. Call `encode_query` for queries and "
-    "`encode_document` for documents."
-)
 SIMILARITY_NAMES: dict[str, Literal["dot", "cosine"]] = {"dot": "dot", "cos": "cosine"}
 """Name of a similarity in contaccum -> name in sentence-transformers."""
-
-
-class _ModelCardData(SentenceTransformerModelCardData):
-    """The content of a model card, which says what `encode` does if the model has two towers."""
-
-    def generate_usage_snippet(self) -> str:
-        snippet = super().generate_usage_snippet()
-        if self.model is None or is_tied(self.model):
-            return snippet
-        return f"{snippet}\n\n**Two encoders:** {_ENCODE_OF_TWO_TOWERS}"
 
 
 class DualEncoder(SentenceTransformer):
     """A SentenceTransformer for retrieval, with a tower for queries and a tower for passages.
 
     `from_backbone` makes an encoder from a transformers backbone, `from_pretrained` loads a saved
-    SentenceTransformer. Tied towers are one module. Untied towers are the routes "query" and
-    "document" of a Router.
+    SentenceTransformer. Untied towers are the routes "query" and "document" of a Router, so
+    `SentenceTransformer(path)` loads a folder that a DualEncoder saved.
 
     Example:
         ```python
@@ -71,7 +55,6 @@ class DualEncoder(SentenceTransformer):
     # sentence-transformers reads this attribute to choose the class that loads a module. It is
     # private, but the only way to load a tower's adapter together with its settings.
     _module_classes = adapters.LOADERS
-    model_card_data_class = _ModelCardData
 
     @classmethod
     def from_backbone(
@@ -180,10 +163,7 @@ class DualEncoder(SentenceTransformer):
         adapters.put_adapter(self, adapter_config, adapter_name)
 
     def save(self, path: str, *args: Any, **kwargs: Any) -> None:
-        """Save the model, or its adapter with the name or folder of the base.
-
-        `save_pretrained` calls this method. Code that came with the model is copied.
-        """
+        """Save the model, or its adapter with the name of the base; `save_pretrained` calls it."""
         with adapters.saving(self, path):
             super().save(path, *args, **kwargs)
         copy_module_code(self, Path(path))
@@ -191,14 +171,14 @@ class DualEncoder(SentenceTransformer):
     def encode(self, *args: Any, **kwargs: Any) -> Any:
         """Encode texts as in SentenceTransformer; warn if two towers get no task to choose by."""
         if kwargs.get("task") is None and not is_tied(self):
-            warn_once(f"this model has two encoders: {_ENCODE_OF_TWO_TOWERS}")
+            warn_once(
+                "this model has two encoders: `encode` alone takes the encoder of the documents. "
+                "Call `encode_query` for queries and `encode_document` for documents."
+            )
         return super().encode(*args, **kwargs)
 
     def forward(self, input: dict[str, Any], **kwargs: Any) -> dict[str, Any]:
-        """Return the features with the embeddings (n, d), cut to ``truncate_dim`` if it is set.
-
-        So a loss sees the embeddings that `encode` returns.
-        """
+        """Return the features, with embeddings (n, d) as `encode` truncates them."""
         output = super().forward(input, **kwargs)
         # `encode` runs in inference mode, and cuts by itself, perhaps to another size.
         is_cut = self.truncate_dim is not None and not torch.is_inference_mode_enabled()
@@ -273,8 +253,7 @@ def add_query_adapter(
 ) -> None:
     """Add an adapter to the query tower of a model, over the weights of the document tower.
 
-    The model is changed in place. For arguments and errors see
-    `contaccum.encoders.adapters.add_adapter`.
+    For arguments and errors see `contaccum.encoders.adapters.add_adapter`.
     """
     if is_tied(model):
         untie(model)
@@ -288,10 +267,8 @@ def add_query_adapter(
 def untie(model: SentenceTransformer) -> None:
     """Replace the modules of a tied model by a Router, in place.
 
-    The Router has the modules as its document route and a copy of them as its query route.
-
-    Raises:
-        ConfigError: if the model has a Router already.
+    The Router has the modules as its document route and a copy of them as its query route. Raises
+    `ConfigError` if the model has a Router already.
     """
     if isinstance(model[0], Router):
         raise ConfigError(

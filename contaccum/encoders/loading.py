@@ -1,7 +1,6 @@
 """Safe loading of models, with one-line errors, and of backbones with the pooling that suits them.
 
-transformers and sentence-transformers read the files. `loading` checks a folder before they read
-it, and turns the errors that they raise into a `UserError`.
+transformers and sentence-transformers read the files.
 """
 
 from __future__ import annotations
@@ -18,8 +17,6 @@ from pathlib import Path
 from typing import Any, Literal
 
 import torch
-from huggingface_hub.errors import StrictDataclassError
-from safetensors import SafetensorError
 from sentence_transformers.sentence_transformer.modules import Transformer
 from sentence_transformers.util import (
     batch_to_device,
@@ -44,20 +41,6 @@ _DYNAMIC_PREFIX = "transformers_modules."
 """Start of the names of Python modules that transformers loads from the code of a model."""
 _ROUTER_CONFIGS = ("router_config.json", "config.json")
 """Files in which a Router names the types of its modules; old versions wrote config.json."""
-
-_LOADING_ERRORS = (
-    OSError,
-    ValueError,
-    KeyError,
-    TypeError,
-    AttributeError,
-    EOFError,
-    ImportError,
-    RuntimeError,
-    SafetensorError,
-    StrictDataclassError,
-)
-"""Errors that the libraries raise for files that are missing, incomplete or damaged."""
 
 
 @contextmanager
@@ -96,12 +79,16 @@ def loading(name: AnyPath, trust_remote_code: bool = False) -> Iterator[str]:
                     "If you trust the model, set --trust_remote_code"
                 )
         yield path
+    except UserError:
+        raise
     except pickle.UnpicklingError as error:
         raise UserError(
             f"{path}: holds a pickle with objects other than tensors, which could run code, so it "
             "was not read: use a model in safetensors format"
         ) from error
-    except _LOADING_ERRORS as error:
+    except (
+        Exception
+    ) as error:  # damaged files raise most of Python's errors, and the libraries' own
         # transformers raises a RuntimeError with this word for weights of a wrong shape.
         if "mismatched_sizes" in str(error):
             raise UserError(

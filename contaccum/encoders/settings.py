@@ -1,9 +1,7 @@
 """The two towers of a SentenceTransformer, its maximum lengths, dropout and attention.
 
-A tower is the encoder of queries or that of passages. Tied towers share every weight. Untied towers
-are two routes of a Router, the module of sentence-transformers that chooses a route by the task,
-"query" or "document". Maximum lengths are numbers of tokens, and are limited by the positions of
-the backbone, the transformers model inside a SentenceTransformer.
+A tower is the encoder of queries or that of passages. Maximum lengths are numbers of tokens, and
+are limited by the positions of the backbone, the transformers model inside a SentenceTransformer.
 """
 
 from __future__ import annotations
@@ -63,8 +61,7 @@ def set_max_lengths(
 ) -> None:
     """Set the numbers of tokens, special ones included, at which texts are truncated.
 
-    Raises:
-        ConfigError: if the model cannot take a text of this length.
+    Raises `ConfigError` if the model cannot take a text of this length.
     """
     options = (("query", "query_max_length", query), ("document", "passage_max_length", document))
     for task, option, length in options:
@@ -96,8 +93,7 @@ def get_prompt(model: SentenceTransformer, task: str) -> str:
 def require_max_length(model: SentenceTransformer, task: str) -> int:
     """Return the number of tokens at which texts are truncated, at most the backbone's positions.
 
-    Raises:
-        ConfigError: if the model has no maximum length.
+    Raises `ConfigError` if the model has no maximum length.
     """
     transformer = next(get_tower(model, task).children())
     length = getattr(transformer, f"{task}_length", None)
@@ -119,13 +115,10 @@ def get_max_positions(transformer: Any) -> int:
 
 
 def _count_positions_after_padding(transformer: nn.Module) -> int:
-    """Return the number of positions after the padding position.
+    """Return the number of positions after that of padding; `sys.maxsize` if padding has none.
 
     RoBERTa and its relatives give padding a position, ``padding_idx``, and number the tokens of a
     text from ``padding_idx + 1``: of 514 positions they use 512.
-
-    Returns:
-        The number, or `sys.maxsize` if padding has no position.
     """
     max_length = sys.maxsize
     for name, module in transformer.named_modules():
@@ -143,15 +136,11 @@ def lower_default_lengths(model: nn.Module) -> None:
     sentence-transformers is all positions, and long texts would raise an IndexError.
     """
     for module in model.modules():
-        if not isinstance(module, Transformer):
-            continue
-        max_length = _count_positions_after_padding(module)
-        if max_length == sys.maxsize:
-            continue
-        for name in ("max_seq_length", "query_length", "document_length"):
-            length = getattr(module, name)
-            if length is not None and length > max_length:
-                setattr(module, name, max_length)
+        if isinstance(module, Transformer):
+            max_length = _count_positions_after_padding(module)
+            for name in ("max_seq_length", "query_length", "document_length"):
+                if (getattr(module, name) or 0) > max_length:
+                    setattr(module, name, max_length)
 
 
 def configure(

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 
 from contaccum.data import CQADUPSTACK_FORUMS, PUBLIC_NAMES, BeirDataset, get_default_split
 from contaccum.data.beir import get_set_name, is_beir_folder, load_beir_folder, resolve_beir_data
-from contaccum.data.rows import OnBadRecord
+from contaccum.data.rows import OnBadRecord, RecordReport
 from contaccum.defaults import DEFAULT_K_VALUES
 from contaccum.errors import ConfigError, DataError
 from contaccum.evaluation.metrics import (
@@ -73,7 +73,7 @@ def load_data(
     """
     split = split or get_default_split(source)
     folder = resolve_beir_data(os.fspath(source), split)
-    return load_beir_folder(folder, split, on_bad_record)
+    return load_beir_folder(folder, split, RecordReport(on_bad_record))
 
 
 def evaluate_beir(

@@ -132,7 +132,6 @@ class Pairs:
             self.corpus,
             report,
             show_progress,
-            stores_records=True,
             corpus_columns=self.corpus_columns,
         )
         lines = [f"{self.path}: {pairs.describe_first_record()}"]

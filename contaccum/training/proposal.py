@@ -94,12 +94,7 @@ def propose(data: str | Path, model: str, positives: Any = None) -> Proposal:
     """
     from contaccum.data import load_training_data
 
-    loaded = load_training_data(
-        data,
-        num_hard_negatives=1,  # one column of negatives shows whether the data have any
-        may_lack_negatives=True,
-        positives=positives,
-    )
+    loaded = load_training_data(data, positives=positives)
     num_rows = len(loaded.dataset)
     num_passages = len(np.unique(loaded.pairs[:, 1]))
     rows = np.random.default_rng(0).permutation(num_rows)[:_MAX_SAMPLED_ROWS]
@@ -118,7 +113,7 @@ def propose(data: str | Path, model: str, positives: Any = None) -> Proposal:
         passage_max_length=_compute_max_length(passage_lengths, max_tokens),
         query_prompt=query_prompt,
         passage_prompt=passage_prompt,
-        has_negatives=any(texts["negative_1"]),
+        has_negatives=loaded.has_negatives,
         micro_batch="auto" if has_gpu else MICRO_BATCH,
         pairs_per_update=_PAIRS_UNIT * max(1, most_pairs // _PAIRS_UNIT),
         num_workers=_NUM_WORKERS if has_gpu and starts_by_copy else 0,

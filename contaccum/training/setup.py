@@ -42,7 +42,6 @@ def list_training_sets(settings: Settings) -> dict[str, dict[str, Any]]:
         "split": settings.split,
         "num_hard_negatives": settings.num_hard_negatives,
         "positives": settings.positives,
-        "negatives_from": settings.negatives_from,
         "missing_negatives": settings.missing_negatives,
         "data_format": settings.data_format,
         "columns": parse_columns(settings.data_columns),

@@ -72,5 +72,5 @@ def test_wrong_arguments_are_refused_in_one_line(
 
 def test_a_bad_record_in_memory_is_named():
     records = [{"query": "q", "positive": "p"}, {"anchor": "a", "positive": "b"}]
-    with pytest.raises(DataError, match="record 1: missing query"):
+    with pytest.raises(DataError, match="records:1: missing query"):
         load_mining_data(records)

@@ -22,7 +22,7 @@ from contaccum.data import (
 )
 from contaccum.data.beir import ARCHIVE_MD5, resolve_beir_data, shipped_scifact
 from contaccum.data.records import RecordSource
-from contaccum.data.split import copy_test, split_data, write_part
+from contaccum.data.split import split_data, write_part
 from contaccum.errors import DataError
 from contaccum.evaluation.beir import describe_data, load_data, score_beir_run
 from contaccum.evaluation.evaluator import sample
@@ -194,12 +194,9 @@ def test_pairs_whose_document_is_outside_the_corpus_are_not_trained_on(tmp_path,
     assert len(caplog.messages) == 1
 
 
-@pytest.mark.parametrize("bad_lines", [[], ["q9\td1\t1"]])
-def test_a_copied_test_set_keeps_judgements_outside_the_corpus(tmp_path, bad_lines):
-    folder = write_judgements_outside_the_corpus(tmp_path / "partly", *bad_lines)
-    data = load_beir_folder(folder, on_bad_record="skip")
-    copy_test(data, tmp_path / "copy")
-    assert load_beir_folder(tmp_path / "copy").qrels == data.qrels
+def test_a_part_of_a_set_keeps_judgements_outside_the_corpus(tmp_path):
+    folder = write_judgements_outside_the_corpus(tmp_path / "partly", "q9\td1\t1")
+    data = load_beir_folder(folder, report=RecordReport("skip"))
     write_part(data, {"d2"}, tmp_path / "pool")
     assert load_beir_folder(tmp_path / "pool").qrels == data.qrels
 
@@ -231,7 +228,7 @@ def test_what_is_missing_in_a_folder_is_named(tmp_path):
 def test_a_file_with_bad_records_only_is_named(tmp_path):
     folder = write_folder(tmp_path, queries=["bad", "worse"])
     with pytest.raises(DataError, match=r"queries.*: no records left to use; .* 2 left out"):
-        load_beir_folder(folder, on_bad_record="skip")
+        load_beir_folder(folder, report=RecordReport("skip"))
 
 
 def test_shipped_scifact_is_the_published_one(tmp_path):

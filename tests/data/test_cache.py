@@ -10,8 +10,7 @@ from typing import Any
 import pytest
 from data_files import put_lines
 
-from contaccum.data import RecordReport, load_training_data
-from contaccum.data.dataset import store_records
+from contaccum.data import load_training_data
 from contaccum.data.records import RecordSource
 from contaccum.errors import DataError
 
@@ -74,7 +73,6 @@ def test_texts_are_stored_once_for_all_sampling_settings(tmp_path, folder, reads
         {"positives": "first"},
         {"num_hard_negatives": 2},
         {"num_hard_negatives": 2, "missing_negatives": "drop"},
-        {"num_hard_negatives": 2, "negatives_from": 2},
     ]
     for settings in sampling_settings:
         load_training_data(path, **settings)
@@ -98,24 +96,6 @@ def test_a_source_that_changed_is_read_again(tmp_path, folder):
         put_lines(path, {"query": str(number), "positive": "p"})
         os.utime(path, (number, number))
         assert load_training_data(path).dataset[0]["query"] == str(number)
-
-
-def test_records_in_memory_are_stored_as_those_of_their_file(tmp_path, folder, reads):
-    path = put_lines(tmp_path / "a.jsonl", *ROWS)
-    records = list(RecordSource(path).records(RecordReport()))
-    reads.clear()
-    store_records(RecordSource(path), RecordReport(), records)
-    first = load_training_data(path, num_hard_negatives=2)
-    second = load_training_data(path, num_hard_negatives=2)
-    assert reads == []
-    assert second.fingerprint == first.fingerprint
-    assert second.report == first.report
-    assert first.report.seen == 9
-    os.utime(path, (0, 0))
-    from_file = load_training_data(path, num_hard_negatives=2)
-    assert len(reads) == 9
-    assert from_file.fingerprint == first.fingerprint
-    assert list(from_file.dataset) == list(first.dataset)
 
 
 # argv: the data, a folder for the marks, the number of the process. Each process waits until both

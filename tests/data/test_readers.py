@@ -117,24 +117,6 @@ def test_a_mapping_that_cannot_be_used_is_refused(columns, word):
         parse_columns(columns)
 
 
-@pytest.mark.parametrize("separator", [";", "\t", "|"])
-def test_excel_names_the_separator_before_the_header(tmp_path, separator):
-    cells = ["query, in words", "positive"]
-    table = "\r\n".join(map(separator.join, [cells, ["q", "a, b"]]))
-    path = put(tmp_path / "a.csv", f"\ufeffsep={separator}\r\n{table}\r\n")
-    assert read(path, columns={"query": cells[0]})[0] == [Record("q", ["a, b"], [])]
-
-
-@pytest.mark.parametrize("data_format", ["pairs", "tevatron", "beir"])
-def test_json_objects_may_be_written_over_several_lines(tmp_path, data_format):
-    source = WRITERS[data_format](tmp_path)
-    for file in [source] if source.is_file() else [*source.glob("*.jsonl")]:
-        objects = [json.loads(line) for line in file.read_text().split("\n") if line]
-        file.write_text("\n".join(json.dumps(value, indent=4) for value in objects))
-    expected = [record._replace(negatives=[]) for record in RECORDS]
-    assert read(source)[0] == (expected if data_format == "beir" else RECORDS)
-
-
 @pytest.mark.parametrize("columns", [{"query": "a"}, ["query=a"], ['{"query": "a"}']])
 def test_columns_are_a_mapping_words_or_an_object(columns):
     assert parse_columns(columns) == {"query": "a"}
@@ -230,9 +212,16 @@ def test_a_list_in_a_cell_is_refused(tmp_path, cell, column):
         ({"label": "sports", "answer": "a"}, None, "; not used: label, answer"),
         ({"score": -2.5}, None, "; not used: score"),
         ({"score": 2, "title": "T", "negative_1": "n"}, 1, "negative='n'"),
+        (
+            {"query": "q\n1", "positive": ["p", "r", "s"]},
+            None,
+            "'q\\n1', positive='p' and 2 more, no negative",
+        ),
     ],
 )
-def test_fields_that_are_not_used_are_named(tmp_path, fields, min_score, end):
+def test_the_first_record_is_described_with_the_fields_that_are_not_used(
+    tmp_path, fields, min_score, end
+):
     record = {"query": "q", "positive": "p", **fields}
     source = RecordSource(write_lines(tmp_path / "a.jsonl", [record]), min_score=min_score)
     list(source.records(RecordReport()))
@@ -261,11 +250,6 @@ def test_a_column_of_numbers_is_no_column_of_texts(tmp_path, fields, role):
     for report in (RecordReport(), RecordReport("skip")):
         with pytest.raises(DataError, match=f"every text in {role} is a number"):
             list(read_records(path, report=report))
-
-
-def test_a_record_is_described_by_its_first_texts():
-    record = Record("q\n1", ["p", "r", "s"], [])
-    assert record.describe() == "query='q\\n1', positive='p' and 2 more, no negative"
 
 
 def test_some_numbers_among_the_texts_are_texts(tmp_path):

@@ -17,7 +17,6 @@ from torch.utils.data import DataLoader
 from contaccum.data.dataset import TrainingData, load_training_data
 from contaccum.data.sampling import (
     Labels,
-    Selection,
     decode,
     encode,
     first_texts,
@@ -73,16 +72,16 @@ def test_a_row_has_a_positive_and_distinct_negatives_of_its_record(data):
             assert row["label"] == ids(row["query"], row["positive"], *negatives)
 
 
-def test_samples_are_uniform_and_without_replacement():
-    selection = Selection(NUM_NEGATIVES, "draw")
+def test_samples_are_uniform_and_without_replacement(tmp_path):
+    record = {"query": "q", "positives": list("abcd"), "negatives": list("uuvwxyz")}
+    path = put_lines(tmp_path / "a.jsonl", *[record] * 600)
+    data = load_training_data(path, num_hard_negatives=NUM_NEGATIVES)
     positive_counts = Counter[str]()
     negatives_counts = Counter[tuple[str, ...]]()
-    num_epochs = 6000
-    for epoch in range(num_epochs):
-        rng = np.random.default_rng([0, epoch, 0])
-        positive, negatives = selection.sample(rng, list("abcd"), list("uvwxyz"))
-        positive_counts[positive] += 1
-        negatives_counts[tuple(sorted(negatives))] += 1
+    for epoch in range(10):
+        for row in sample_rows(data, epoch):
+            positive_counts[row["positive"]] += 1
+            negatives_counts[tuple(sorted([row["negative_1"], row["negative_2"]]))] += 1
     assert set(positive_counts) == set("abcd")
     assert set(negatives_counts) == set(combinations("uvwxyz", NUM_NEGATIVES))
     # The 99.9 % quantiles of chi-squared with 3 and 14 degrees of freedom: 4 positives, and 15
@@ -193,13 +192,10 @@ def test_records_with_too_few_negatives_are_dropped_and_counted(tmp_path):
     assert summary in data.report.summary()
 
 
-def test_data_without_any_negative_are_refused_unless_they_may_lack_them(tmp_path):
+def test_data_without_any_negative_are_refused(tmp_path):
     path = put_lines(tmp_path / "b.jsonl", {"query": "q", "positive": "p"})
-    message = r"b\.jsonl: no record has a negative .*\(mine"
-    with pytest.raises(DataError, match=message):
+    with pytest.raises(DataError, match=r"b\.jsonl: no record has a negative .*\(mine"):
         load_training_data(path, num_hard_negatives=1)
-    data = load_training_data(path, num_hard_negatives=1, may_lack_negatives=True)
-    assert len(data.dataset) == 1
 
 
 def test_positives_are_drawn_or_first_or_all(tmp_path):
@@ -229,26 +225,6 @@ def test_positives_are_drawn_or_first_or_all(tmp_path):
         assert data.known_positives.tolist() == sorted(known_positives)
 
 
-def test_negatives_come_from_the_first_negatives_from(tmp_path):
-    record = {"query": "q", "positive": "p", "negatives": ["a", "a", "b", "c", "d", "e", "f"]}
-    path = put_lines(tmp_path / "a.jsonl", record, {**record, "query": "r"})
-
-    def collect_negatives(**settings: Any) -> set[str]:
-        """Return the negatives of 60 epochs."""
-        data = load_training_data(path, num_hard_negatives=NUM_NEGATIVES, **settings)
-        negatives = set()
-        for epoch in range(60):
-            for row in sample_rows(data, epoch):
-                assert row["negative_1"] != row["negative_2"]
-                negatives.update([row["negative_1"], row["negative_2"]])
-        return negatives
-
-    assert collect_negatives() == set("abcdef")
-    # The list begins with "a" twice, which counts once.
-    assert collect_negatives(negatives_from=4) == set("abcd")
-    assert collect_negatives(negatives_from=3) == set("abc")
-
-
 def test_the_fingerprint_covers_exactly_the_sampled_texts(tmp_path):
     record = {"query": "q", "positives": ["a", "b"], "negatives": ["x", "y"]}
     path = put_lines(tmp_path / "0.jsonl", record)
@@ -260,12 +236,9 @@ def test_the_fingerprint_covers_exactly_the_sampled_texts(tmp_path):
     assert len(fingerprints) == 4
     # No negative is used, so another negative does not count.
     assert load_fingerprint(path) == load_fingerprint(other_negative)
-    by_default = load_fingerprint(path, num_hard_negatives=1)
-    from_first = load_fingerprint(path, num_hard_negatives=1, negatives_from=1)
-    assert from_first != by_default
     # No record has too few negatives, so nothing is dropped.
     dropping = load_fingerprint(path, num_hard_negatives=1, missing_negatives="drop")
-    assert dropping == by_default
+    assert dropping == load_fingerprint(path, num_hard_negatives=1)
 
 
 def test_the_first_texts_of_plain_data_are_their_texts():
@@ -273,19 +246,11 @@ def test_the_first_texts_of_plain_data_are_their_texts():
     assert list(first_texts(Dataset.from_dict(columns))) == [columns]
 
 
-CANNOT_WORK = [
-    {"positives": "some"},
-    {"missing_negatives": "skip"},
-    {"negatives_from": 5},
-    {"num_hard_negatives": 3, "negatives_from": 2},
-]
-
-
-@pytest.mark.parametrize("settings", CANNOT_WORK)
-def test_settings_that_cannot_work_together_are_refused(settings):
-    first_setting = next(iter(settings))
-    with pytest.raises(ConfigError, match=first_setting):
-        Selection(**settings)
+@pytest.mark.parametrize("settings", [{"positives": "some"}, {"missing_negatives": "skip"}])
+def test_unknown_ways_to_sample_are_refused(tmp_path, settings):
+    path = put_lines(tmp_path / "a.jsonl", {"query": "q", "positive": "p"})
+    with pytest.raises(ConfigError, match=next(iter(settings))):
+        load_training_data(path, **settings)
 
 
 # The label column: rows that are encoded are decoded as a batch, foreign labels are not read.

@@ -11,7 +11,7 @@ from sample_texts import sentences
 from small_data import read_lines, write_beir, write_lines, write_qrels
 
 from contaccum.cli import main
-from contaccum.data import load_beir_folder, load_training_data, load_training_sets
+from contaccum.data import load_beir_folder, load_training_sets
 from contaccum.data.near_duplicates import Grouping, group_queries, normalise
 from contaccum.data.records import RecordSource, parse_columns
 from contaccum.data.rows import RecordReport
@@ -1046,26 +1046,3 @@ def test_a_folder_that_exists_is_not_written_over(tmp_path):
     pairs = write_lines(tmp_path / "pairs.jsonl", make_pairs(40))
     with pytest.raises(ConfigError, match="exists already"):
         split_data(RecordSource(pairs), tmp_path)
-
-
-def test_the_training_records_of_a_split_are_not_read_again(tmp_path, monkeypatch):
-    pairs = make_pairs(40)
-    for number, pair in enumerate(pairs):
-        pair["negatives"] = [f"wrong answer {number}", f"worse answer {number}"]
-    pairs_file = write_lines(tmp_path / "pairs.jsonl", pairs)
-    split = split_data(RecordSource(pairs_file), tmp_path / "split", stores_records=True)
-    assert split == read_split(tmp_path / "split")
-    monkeypatch.setattr(RecordSource, "records", None)
-    training = load_training_data(tmp_path / "split" / "train.jsonl", num_hard_negatives=2)
-    expected = [tuple(row.values()) for row in training.dataset]
-    lines = read_lines(tmp_path / "split" / "train.jsonl")
-    assert [row[:2] for row in expected] == [(line["query"], line["positive"]) for line in lines]
-
-    # A later training opens the stored records too.
-    opened = load_training_data(tmp_path / "split" / "train.jsonl", num_hard_negatives=2)
-    assert [tuple(row.values()) for row in opened.dataset] == expected
-    assert opened.fingerprint == training.fingerprint
-
-    monkeypatch.undo()
-    copy = write_lines(tmp_path / "copy.jsonl", lines)
-    assert load_training_data(copy, num_hard_negatives=2).fingerprint == training.fingerprint

@@ -170,13 +170,12 @@ def test_the_first_score_of_a_repeated_text_counts(tmp_path):
     positives = {"pos": ["p", "o", "p"], "pos_scores": [9, 8, 7]}
     negatives = {"neg": ["n", "n", "m"], "neg_scores": [3, 2, 1]}
     path = put_lines(tmp_path / "a.jsonl", {"query": "q", **positives, **negatives})
-    data = load_training_data(
-        path, positives="first", num_hard_negatives=1, negatives_from=1, teacher_scores=True
-    )
+    data = load_training_data(path, positives="first", num_hard_negatives=2, teacher_scores=True)
     (row,) = data.dataset
-    scores = decode(torch.tensor([row["label"]]), 3).teacher_scores
+    scores = decode(torch.tensor([row["label"]]), 4).teacher_scores
     assert scores is not None
-    assert scores.tolist() == [[9.0, 3.0]]
+    assert scores[0, 0] == 9
+    assert scores[0, 1:].tolist() == ([3, 1] if row["negative_1"] == "n" else [1, 3])
 
 
 def test_scores_count_for_the_fingerprint_where_they_are_used(tmp_path):
