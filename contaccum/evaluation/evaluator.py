@@ -13,6 +13,7 @@ from sentence_transformers import SentenceTransformer
 from sentence_transformers.sentence_transformer.evaluation import SentenceEvaluator
 
 from contaccum.data import BeirDataset
+from contaccum.data.sampling import text_ids
 from contaccum.evaluation.beir import describe_data
 from contaccum.evaluation.metrics import (
     DEFAULT_METRICS,
@@ -22,6 +23,7 @@ from contaccum.evaluation.metrics import (
 )
 from contaccum.evaluation.results import Run
 from contaccum.retrieval.documents import StoreDocuments
+from contaccum.retrieval.exact_search import Embeddings
 
 logger = logging.getLogger(__name__)
 
@@ -81,7 +83,7 @@ class RetrievalEvaluator(SentenceEvaluator):
         self.primary_metric: Any = check_metric(primary_metric or self.metrics[0])
         self.notes = notes or {}
         self.documents: StoreDocuments | None = None
-        self._fixed_embeddings: tuple[StoreDocuments, np.ndarray] | None = None
+        self._fixed_embeddings: tuple[StoreDocuments, Embeddings] | None = None
         self.query_scores: dict[str, float] = {}
 
     def __call__(
@@ -133,10 +135,13 @@ class RetrievalEvaluator(SentenceEvaluator):
     def search_bm25(self) -> Run:
         """Find the best documents of every query, as many as the largest cut-off, by BM25.
 
-        A warning says if it finds no relevant document for any query.
+        A warning says if it finds no relevant document for any query. Nothing is found if
+        `documents` have no texts.
         """
         from contaccum.retrieval.bm25 import bm25_run
 
+        if self.documents is not None and not self.documents.has_texts:
+            return {query: {} for query in self.dataset.queries}
         run = bm25_run(self.dataset.corpus, self.dataset.queries, self._k_values[-1])
         for query, grades in self.dataset.qrels.items():
             if any(grade > 0 and document in run[query] for document, grade in grades.items()):
@@ -156,16 +161,20 @@ class RetrievalEvaluator(SentenceEvaluator):
         self.query_scores = {query: scores[primary_name] for query, scores in per_query.items()}
         return {name: means[beir_names[name]] for name in self.metrics}
 
-    def _get_fixed_embeddings(self, model: SentenceTransformer, texts: Sequence[str]) -> np.ndarray:
+    def _get_fixed_embeddings(self, model: SentenceTransformer, texts: Sequence[str]) -> Embeddings:
         """Return the embeddings of the corpus, float32 (N, d), when documents do not change.
 
-        They are read from the store. Texts that the store lacks are encoded in the first call.
+        They are read from the store, or are the store itself if its rows are the corpus. Texts that
+        the store lacks are encoded in the first call.
         """
         from contaccum.retrieval.encode import encode_texts
 
         documents = self.documents
         assert documents is not None
-        if self._fixed_embeddings is None or self._fixed_embeddings[0] is not documents:
+        is_read = self._fixed_embeddings is not None and self._fixed_embeddings[0] is documents
+        if not is_read and np.array_equal(text_ids(texts), documents.store.text_ids()):
+            self._fixed_embeddings = (documents, documents.store)
+        elif not is_read:
             embeddings = np.empty((len(texts), documents.dimension), dtype=np.float32)
             stored_indices, stored_embeddings = documents.find_embeddings(texts)
             embeddings[stored_indices] = stored_embeddings

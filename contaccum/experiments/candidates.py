@@ -368,6 +368,7 @@ class Ladder:
         has_bm25: False: search with vectors alone.
         ends_at: the seconds of the budget after which the ladder ends.
         guards: {name: other data}, on which a candidate must not lose more than `LARGEST_LOSS`.
+        has_model: False if the vectors are given, so that nothing but their map can be trained.
     """
 
     def __init__(
@@ -381,6 +382,7 @@ class Ladder:
         has_bm25: bool,
         ends_at: float,
         guards: Mapping[str, BeirDataset],
+        has_model: bool = True,
     ) -> None:
         self.job = job
         self.base = base
@@ -390,6 +392,7 @@ class Ladder:
         self._seconds_per_document = seconds_per_document
         self._split = split
         self._has_bm25 = has_bm25
+        self.has_model = has_model
         self._has_one_tower = job.given.get("towers") == "one"
         self._ends_at = ends_at
         self._folder = job.folder / "candidates"
@@ -408,7 +411,6 @@ class Ladder:
         self._num_pool_documents = 0  # until the pool is made
         self._free_on_pool: Candidate | None = None
         self._least_seconds = _LEAST_SECONDS
-        self._width = read_width(self.settings.model)
         self._has_fixed_length = bool({"max_steps", "num_train_epochs"} & job.given.keys())
 
     # Time, choice and scores ----------------------------------------------------------------------
@@ -538,6 +540,9 @@ class Ladder:
     def climb(self) -> None:
         """Make the candidates of all rungs for which there is time."""
         self._search_without_training()
+        if not self.has_model:
+            self._fit_linear_map()
+            return
         has_query_tower = False
         if not self._has_one_tower:
             reason = explain_no_query_side(self.settings, self.job.given)
@@ -556,7 +561,8 @@ class Ladder:
 
     def _search_without_training(self) -> None:
         def score() -> list[dict[str, Any]]:
-            bm25 = Candidate("BM25", FREE, "bm25")
+            has_texts = self.documents is None or self.documents.has_texts
+            bm25 = Candidate("BM25" if has_texts else "BM25, without texts", FREE, "bm25")
             base = Candidate(model_name(self.settings.model), FREE, "base")
             return [self._score(bm25, self._dev), self._score(base, self._dev)]
 
@@ -804,7 +810,8 @@ class Ladder:
         bm25, base = self.candidates[:2]
         is_base_weak = base.vectors[MEAN] < USELESS_SHARE_OF_BM25 * bm25.score
         has_adapter = self.settings.lora_r is not None
-        return compute_start_rate(method, self._width, has_adapter, is_base_weak)
+        width = read_width(self.settings.model)
+        return compute_start_rate(method, width, has_adapter, is_base_weak)
 
     def _make_settings(self, method: str, **changes: Any) -> Settings:
         store = str(self.job.store)

@@ -32,6 +32,7 @@ from contaccum.data.near_duplicates import find_near_duplicates, group_queries
 from contaccum.data.records import Columns, parse_columns, read_records
 from contaccum.data.rows import OnBadRecord, RecordReport
 from contaccum.data.split import CORPUS_FILE, TRAIN_FILE, Future, Split, read_split
+from contaccum.data.vectors import SIDES, find_vectors
 from contaccum.defaults import DEFAULT_MODEL
 from contaccum.distributed import rank, world_size
 from contaccum.encoders.dual_encoder import DualEncoder
@@ -49,6 +50,7 @@ from contaccum.experiments.budget import (
 )
 from contaccum.experiments.candidates import (
     BOTH_TOWERS,
+    MAP_FILE,
     MEAN,
     Candidate,
     DevSet,
@@ -80,11 +82,13 @@ from contaccum.experiments.run import (
     Job,
     begin,
     describe_models,
+    hash_path,
     on_first_rank,
     once,
     only_first_rank,
     require_same_work,
 )
+from contaccum.experiments.vectors import load_vectors, write_map
 from contaccum.experiments.verdict import (
     Verdict,
     compute_verdicts,
@@ -97,6 +101,7 @@ from contaccum.files import (
     atomic_folder,
     provenance,
     read_json,
+    require_exists,
     write_json,
     write_text,
 )
@@ -176,6 +181,7 @@ def fit(
     future: Future | None = None,
     bm25: bool = True,
     guard: AnyPath | Sequence[AnyPath] | None = None,
+    vectors: AnyPath | None = None,
     print_line: Callable[[str], None] = print,
     **settings: Any,
 ) -> FitResult:
@@ -204,6 +210,8 @@ def fit(
         bm25: False: search with vectors alone, for engines that have no BM25.
         guard: BEIR folders or public names of other data. No candidate is chosen that loses more
             than 0.01 nDCG@10 on one of them.
+        vectors: a folder with the vectors of queries and documents, in place of a model, whose
+            ladder ends after the linear map; see docs/vectors.md.
         print_line: is called with each line for the user.
         settings: options of `contaccum train`, such as ``learning_rate=1e-5``, which `fit` then
             does not choose. None stands for an option that is not given.
@@ -229,12 +237,17 @@ def fit(
     folder = Path(output).expanduser().absolute()
     seconds = parse_duration(budget)
     args = check_given(models[0], given)
+    vectors_folder = None if vectors is None else Path(vectors).expanduser()
+    if vectors_folder is not None:
+        check_vectors_alone(vectors_folder, models, guard, given)
+        models = []
     guards = {name: load_beir(name) for name in list_names(guard)}
     if len(models) == 1:  # of several, one that cannot be loaded is left out
         require_model(models[0])
     request = {
         "version": __version__,
         "model": [make_absolute(name) for name in models],
+        "vectors": vectors_folder and hash_path(str(vectors_folder)),
         "bm25": bm25,
         "guard": {name: dataset.fingerprint for name, dataset in guards.items()},
         **given,
@@ -244,11 +257,18 @@ def fit(
     with begin(folder, request, "contaccum fit", may_restart):
         used_time = Budget(seconds, folder / USED_TIME_FILE)
         job = Job(folder, request, given, args, used_time, only_first_rank(print_line))
-        split = hold_out(job, pairs, guards)
-        base_model = choose_base_model(job, models)
-        base, proposed = load_base(job, base_model)
-        documents, seconds_per_document = encode_documents(job, base, base_model)
-        num_folds = pairs.count_folds(split)
+        texts = pairs
+        if vectors_folder is not None:
+            base, documents, texts = load_vectors(job, vectors_folder, pairs)
+        split = hold_out(job, texts, guards)
+        if vectors_folder is None:
+            base_model = choose_base_model(job, models)
+            base, proposed = load_base(job, base_model)
+            documents, seconds_per_document = encode_documents(job, base, base_model)
+        else:
+            base_model = str(vectors_folder)
+            proposed, seconds_per_document = replace(Settings(), model=base_model), 0.0
+        num_folds = texts.count_folds(split)
         ladder = Ladder(
             job,
             base,
@@ -256,9 +276,10 @@ def fit(
             documents,
             seconds_per_document,
             split,
-            has_bm25=bm25,
+            has_bm25=bm25 and (documents is None or documents.has_texts),
             ends_at=(_LADDER_SHARE if num_folds > 1 else 1.0) * seconds - _END_SECONDS,
             guards=guards,
+            has_model=vectors_folder is None,
         )
         climb(ladder)
         chosen = ladder.get_best()
@@ -266,7 +287,7 @@ def fit(
         fold_scores: list[ScoreColumns] = []
         if chosen.system in ("map", "trained"):
             fold_scores = score_other_folds(
-                job, ladder, chosen, pairs, num_folds, seconds_per_document
+                job, ladder, chosen, texts, num_folds, seconds_per_document
             )
         outcome = on_first_rank(
             lambda: judge(job, ladder, chosen, pairs, base_model, split, fold_scores)
@@ -275,17 +296,43 @@ def fit(
     for kind, values in outcome["verdicts"].items():
         verdicts[kind] = Verdict(**{field.name: values[field.name] for field in fields(Verdict)})
     shown = Path(output).expanduser()  # as the user wrote it
+    result = f"model: {shown / 'model'}" if vectors is None else f"map: {shown / MAP_FILE}"
     for line in (
         *(f"warning: {warning}" for warning in outcome["warnings"]),
         *map(str, verdicts.values()),
         *outcome["lines"],
-        f"model: {shown / 'model'}   report: {shown / REPORT_FILE}",
+        f"{result}   report: {shown / REPORT_FILE}",
     ):
         job.print_line(line)
     return FitResult(verdicts, folder, outcome["warnings"], base.trust_remote_code)
 
 
 # The stages, in their order -----------------------------------------------------------------------
+
+
+def check_vectors_alone(
+    vectors: Path,
+    models: Sequence[str],
+    guard: AnyPath | Sequence[AnyPath] | None,
+    given: Mapping[str, Any],
+) -> None:
+    """Refuse what cannot be done with vectors in place of a model, and a folder without vectors.
+
+    Raises:
+        UserError: also if several processes run.
+    """
+    require_exists(vectors)
+    for side in SIDES:
+        find_vectors(vectors, side)
+    unused = ["guard"] * bool(guard) + ["model"] * (models != [DEFAULT_MODEL])
+    unused += sorted(given.keys() - {"use_cpu", "disable_tqdm"})
+    if unused:
+        raise ConfigError(
+            f"{unused[0]} is set, but with vectors nothing is encoded, and only a map of the query "
+            "vectors is made: drop it"
+        )
+    if world_size() > 1:
+        raise ConfigError("vectors need a single process: start without torchrun")
 
 
 def hold_out(job: Job, pairs: Pairs, guards: Mapping[str, BeirDataset]) -> Split:
@@ -563,9 +610,12 @@ def score_other_folds(
                 )
                 break
             job.print_line(f"split {number + 1} of {num_folds}: training and testing again")
-            base_candidate = ladder.base_candidate
+            base, base_candidate = ladder.base, ladder.base_candidate
+            given_documents = None if ladder.has_model else ladder.documents
             scores.append(
-                score_fold(number, job, pairs, ladder.base, base_candidate, chosen, first_dev)
+                score_fold(
+                    number, job, pairs, base, base_candidate, chosen, first_dev, given_documents
+                )
             )
     return scores
 
@@ -594,8 +644,12 @@ def judge(
     words = {verdict.word for verdict in verdicts.values()}
     is_recommended = BETTER in words and WORSE not in words
     recommended = chosen if is_recommended else free
-    write_model(job, ladder, recommended)
-    write_verdicts_to_card(job.folder / "model", verdicts.values(), model_name(base_model))
+    if ladder.has_model:
+        write_model(job, ladder, recommended)
+        write_verdicts_to_card(job.folder / "model", verdicts.values(), model_name(base_model))
+    else:
+        dimension = base.get_embedding_dimension()
+        write_map(recommended, ladder.get_folder(recommended), dimension, job.folder / MAP_FILE)
     write_config(job, chosen)
     warnings = []
     for verdict in verdicts.values():
@@ -603,6 +657,9 @@ def judge(
     records = [verdict.record() for verdict in verdicts.values()]
     paths = {"path": str(pairs.path), "corpus": pairs.corpus and str(pairs.corpus)}
     lines = [describe_vectors(scores)] if chosen.system != "bm25" else []
+    table = tabulate(results, first_scores, verdicts, ladder.candidates, chosen)
+    if ladder.documents is not None and not ladder.documents.has_texts:
+        table = [row for row in table if "BM25" not in row["name"]]
     record = {
         "request": {**job.request, "settings": dict(job.given), **asdict(pairs), **paths},
         "verdict": records[0],
@@ -610,9 +667,10 @@ def judge(
         "lines": lines,
         "warnings": warnings,
         "model": model_name(base_model),
+        "has_model": ladder.has_model,
         "data": paths,
         "split": asdict(split),
-        "scores": tabulate(results, first_scores, verdicts, ladder.candidates, chosen),
+        "scores": table,
         "candidates": [asdict(candidate) for candidate in ladder.candidates],
         "free": free.number,
         "chosen": chosen.number,

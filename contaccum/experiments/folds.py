@@ -192,6 +192,7 @@ def score_fold(
     base_candidate: Candidate,
     chosen: Candidate,
     first_dev: BeirDataset,
+    given_documents: StoreDocuments | None = None,
 ) -> ScoreColumns:
     """Train the chosen candidate on a further fold, and return the scores of its test queries.
 
@@ -203,24 +204,29 @@ def score_fold(
         base: the base model.
         base_candidate, chosen: see `search_test_set`.
         first_dev: the dev set of fold 0, by which the candidate was chosen.
+        given_documents: the vectors of all documents, if they are given; None: they are encoded.
     """
     folder = job.folder / "folds" / str(number)
     data = folder / "data"
     store = folder / "base_store"  # not the name of a candidate's own store
 
+    def open_documents() -> StoreDocuments:
+        return given_documents or StoreDocuments(EmbeddingStore.open(store))
+
     def hold_out() -> None:
         pairs.hold_out(data, number)
-        encode_corpus(job, base, "base", data / CORPUS_FILE, store)
+        if given_documents is None:
+            encode_corpus(job, base, "base", data / CORPUS_FILE, store)
         if chosen.system == "map":
             assert chosen.ridge is not None
-            documents = StoreDocuments(EmbeddingStore.open(store))
+            train_file = data / TRAIN_FILE
             ridges = [chosen.ridge]
-            write_linear_maps(base, data / TRAIN_FILE, documents, ridges, job.batch_size, folder)
+            write_linear_maps(base, train_file, open_documents(), ridges, job.batch_size, folder)
 
     def test() -> ScoreColumns:
         test_set = load_beir_folder(data / "test", "test")
         evaluator = RetrievalEvaluator(test_set, batch_size=job.batch_size)
-        evaluator.documents = StoreDocuments(EmbeddingStore.open(store))
+        evaluator.documents = open_documents()
         results = search_test_set(evaluator, base, base_candidate, chosen, folder)
         return collect_scores(test_set, results, number, first_dev)
 

@@ -73,7 +73,8 @@ class FaissSearcher:
         index, index_parameters: FAISS factory string and search parameters; see `build_index`.
         show_progress_bar: show progress bars.
         encode_queries, encode_documents: functions that return the embeddings (n, d) of the texts
-            of queries and of documents, given the model and the texts; None: `encode_texts`.
+            of queries and of documents (also as a store), given the model and the texts; None:
+            `encode_texts`.
 
     Attributes:
         search_details: the number of ``gpus`` of the last search and, for an approximate index, the
@@ -89,7 +90,7 @@ class FaissSearcher:
         precision: str = "float32",
         show_progress_bar: bool = True,
         encode_queries: Encode | None = None,
-        encode_documents: Encode | None = None,
+        encode_documents: Callable[[SentenceTransformer, Sequence[str]], Embeddings] | None = None,
     ) -> None:
         self.model = model
         self.batch_size = batch_size
@@ -147,7 +148,7 @@ class FaissSearcher:
             run[query_id] = dict(list(hits.items())[:top_k])
         return run
 
-    def _encode(self, texts: Sequence[str], kind: Kind, encode: Encode | None) -> np.ndarray:
+    def _encode(self, texts: Sequence[str], kind: Kind, encode: Any) -> Any:
         if encode is not None:
             return encode(self.model, texts)
         return encode_texts(
@@ -206,8 +207,9 @@ def build_index(
             GPU builds and searches the graph of "HNSW32" (as CAGRA). Others run on the CPU.
         metric: "cos" or "dot"; None: the similarity of the store, "cos" for an array. With "cos",
             normalised copies are compared; the array of the caller does not change.
-        ids: N document ids for an array; None: the row numbers. Documents with equal scores are
-            ordered by id, descending, as by trec_eval; row numbers are compared as numbers.
+        ids: N document ids; None: those of the store, or the row numbers of an array. Documents
+            with equal scores are ordered by id, descending, as by trec_eval; row numbers are
+            compared as numbers.
         parameters: FAISS search parameters, such as "nprobe=32" or "efSearch=128". Unless they have
             another ``nprobe``, one eighth of the lists of an inverted file is searched.
 
@@ -221,10 +223,10 @@ def build_index(
     metric = metric or getattr(embeddings, "similarity", None) or "cos"
     index, parameters = check_factory(factory, dimension, num_rows, metric, parameters)
     get_ids: Callable[[np.ndarray], Sequence[str] | np.ndarray] = np.asarray  # row numbers
-    if isinstance(embeddings, EmbeddingStore):
-        get_ids = embeddings.ids
-    elif ids is not None:
+    if ids is not None:
         get_ids = np.array(ids, dtype=object).__getitem__
+    elif isinstance(embeddings, EmbeddingStore):
+        get_ids = embeddings.ids
     if factory == "Flat":
         return DenseIndex(embeddings, get_ids, factory, metric, parameters, gpus=find_gpus())
     # Each inverted list has one centroid.
