@@ -133,7 +133,7 @@ def _write_vectors(vectors: Path, pairs: Pairs, folder: Path, base: DualEncoder)
     """
     report = RecordReport(pairs.on_bad_record)
     sources = {"queries": None, "documents": pairs.corpus}
-    if is_beir_folder(pairs.path):
+    if is_beir_folder(pairs.path) and not pairs.is_split:
         sources["queries"] = find_beir_file(pairs.path, "queries.jsonl")
         sources["documents"] = find_beir_file(pairs.path, "corpus.jsonl")
     sides = {}
