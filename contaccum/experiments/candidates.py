@@ -4,7 +4,7 @@ A candidate is a complete way to search: a model, and the weight of BM25 beside 
 dev. `Ladder.climb` makes the candidates rung by rung, until the time ends:
 
     0  no training: BM25 alone, and the base model
-    1  a linear map of the query vectors, in closed form
+    1  a linear map of the query vectors, in closed form; without a model, also by gradients
     2  the query tower, trained against the vectors of all documents
     3  both towers, in trainings of growing length, until dev shows no gain
     4  a second stage, both towers at other learning rates, a gradient cache
@@ -22,21 +22,29 @@ import itertools
 import math
 import shutil
 import statistics
-from collections.abc import Callable, Collection, Mapping, Sequence
+import time
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 from safetensors.torch import load_file, save_file
 from torch.nn.functional import normalize
 
+from contaccum.bank.full_softmax import NO_ROW, DocumentBlock
 from contaccum.data.beir import BeirDataset, load_beir_folder, read_split_queries
-from contaccum.data.records import read_records
+from contaccum.data.records import read_passages, read_records
 from contaccum.data.rows import RecordReport
+from contaccum.data.sampling import text_ids
 from contaccum.data.split import CORPUS_FILE, TRAIN_FILE, Split, write_part
 from contaccum.encoders.dual_encoder import DualEncoder
-from contaccum.encoders.linear_map import append_linear_map, solve_linear_map
+from contaccum.encoders.linear_map import (
+    append_linear_map,
+    solve_linear_map,
+    train_linear_map,
+)
 from contaccum.encoders.names import model_name
 from contaccum.evaluation.evaluator import RetrievalEvaluator
 from contaccum.evaluation.results import Run
@@ -56,7 +64,7 @@ from contaccum.retrieval.bm25 import FUSION_DEPTH, fuse_runs
 from contaccum.retrieval.documents import StoreDocuments
 from contaccum.retrieval.encode import CorpusEncoder, encode_texts, model_fingerprint
 from contaccum.retrieval.store import EmbeddingStore
-from contaccum.settings import Settings, replace, to_dict
+from contaccum.settings import DEFAULT_TEMPERATURE, Settings, replace, to_dict
 from contaccum.training.arguments import ContAccumTrainingArguments
 from contaccum.training.passage_store import USELESS_SHARE_OF_BM25
 from contaccum.training.proposal import compute_start_rate, read_width
@@ -93,9 +101,13 @@ SMALL_GAIN = 0.002
 MAX_POOL = 2000
 """A dev corpus with more documents than this is reduced for models that must encode it anew."""
 MAX_MAP_PAIRS = 20_000
+MAP_PENALTY = 0.01
+"""The penalty of the map by gradients; see `train_linear_map`."""
 MAX_EPOCHS = 20
 """The largest number of epochs of a training whose length dev decides."""
 
+_GRADIENT_KEY = "gradient"
+_DOCUMENTS_PER_BLOCK = 8192
 _POOL_DEPTH = 10  # top documents of each query in a run; nDCG@10 depends on no others
 _LEAST_SECONDS = 5.0  # for the updates of a training
 _CHEAP_SHARE = 0.2  # of the time left; a query tower that takes less comes before both towers
@@ -123,7 +135,7 @@ class Candidate:
         settings: {name: value} of the training.
         updates, training_seconds: the number of updates of the training, and their time.
         blend: the share of the map or of the trained weights; the rest is the base model's.
-        ridge: see `solve_linear_map`.
+        ridge: see `solve_linear_map`; None for a map by gradients.
         number: the number in the order of the ladder, as it is printed.
     """
 
@@ -146,6 +158,11 @@ class Candidate:
     def score(self) -> float:
         """The score on dev by which candidates are compared."""
         return self.scores[MEAN]
+
+    @property
+    def map_key(self) -> str:
+        """The name of the map in `MAP_FILE`."""
+        return _GRADIENT_KEY if self.ridge is None else f"{self.ridge:g}"
 
     def describe(self) -> str:
         """Return the name, with the weight of BM25 if there is one."""
@@ -278,6 +295,60 @@ def write_linear_maps(
     save_file(maps, folder / MAP_FILE)
 
 
+def write_trained_map(
+    base: DualEncoder,
+    data: Path,
+    documents: StoreDocuments,
+    batch_size: int,
+    folder: Path,
+    seconds: float,
+) -> None:
+    """Write W of `train_linear_map` for the training pairs to `MAP_FILE`.
+
+    Negatives are the documents that training may use, without those of held-out queries. Documents
+    are compared by cosine. Of more than `MAX_MAP_PAIRS` pairs, the first ones are used.
+
+    Args:
+        data: the folder of the split.
+        documents: the documents' vectors by the base model.
+        seconds: the time of the training.
+    """
+    ends_at = time.monotonic() + seconds
+    corpus = read_passages(data / CORPUS_FILE, RecordReport(), may_be_blank=True)
+    texts = [passage.passage for passage in corpus]
+    matches, rows = documents.match_text_ids(text_ids(texts))
+    matches, first_matches = np.unique(matches, return_index=True)  # of copies, the first one
+    rows = torch.from_numpy(rows[first_matches])
+    number_of_text = {texts[match]: number for number, match in enumerate(matches.tolist())}
+    queries: list[str] = []
+    labels: list[list[int]] = []
+    for record in read_records(data / TRAIN_FILE):
+        known = [number_of_text[text] for text in record.positives if text in number_of_text]
+        for number in known:
+            queries.append(record.query)
+            labels.append([number, *(other for other in known if other != number)])
+        if len(queries) >= MAX_MAP_PAIRS:
+            break
+    width = max(map(len, labels))
+    padded = torch.tensor([label + [NO_ROW] * (width - len(label)) for label in labels])
+
+    def read_documents() -> Iterator[DocumentBlock]:
+        for first in range(0, len(rows), _DOCUMENTS_PER_BLOCK):
+            block = documents.get_embeddings(rows[first : first + _DOCUMENTS_PER_BLOCK])
+            yield DocumentBlock(first, block)
+
+    weights = train_linear_map(
+        normalize(torch.from_numpy(encode_texts(base, queries, "query", batch_size))),
+        documents.get_embeddings(rows[padded[:, 0]]),
+        padded,
+        read_documents,
+        MAP_PENALTY,
+        DEFAULT_TEMPERATURE["cos"],
+        has_time=lambda: time.monotonic() < ends_at,
+    )
+    save_file({_GRADIENT_KEY: weights}, folder / MAP_FILE)
+
+
 def encode_corpus(
     job: Job,
     encoder: DualEncoder,
@@ -318,7 +389,7 @@ def load_candidate(candidate: Candidate, base: DualEncoder, folder: Path) -> Dua
     """
     if candidate.system == "map":
         model = copy.deepcopy(base)
-        weights = load_file(folder / MAP_FILE)[f"{candidate.ridge:g}"]
+        weights = load_file(folder / MAP_FILE)[candidate.map_key]
         append_linear_map(model, candidate.blend * weights)
         return model
     if candidate.system == "trained":
@@ -542,6 +613,7 @@ class Ladder:
         self._search_without_training()
         if not self.has_model:
             self._fit_linear_map()
+            self._train_linear_map()
             return
         has_query_tower = False
         if not self._has_one_tower:
@@ -587,6 +659,28 @@ class Ladder:
             return rows + [self._score(_blend(best, blend), self._dev) for blend in BLENDS]
 
         self._add(name, lambda folder: on_first_rank(lambda: fit_and_score(folder)))
+
+    def _train_linear_map(self) -> None:
+        name = "trained_map"
+        seconds = self.left() - (1 + len(BLENDS)) * self._seconds_per_score
+        if not self._is_done(name) and seconds <= 0:
+            return
+
+        def train_and_score(folder: Path) -> list[dict[str, Any]]:
+            assert self.documents is not None
+            started = time.monotonic()
+            data, batch_size = self.job.data, self.job.batch_size
+            write_trained_map(self.base, data, self.documents, batch_size, folder, seconds)
+            candidate = Candidate(
+                "linear map by gradients",
+                LINEAR_MAP,
+                "map",
+                folder=name,
+                training_seconds=time.monotonic() - started,
+            )
+            return [self._score(_blend(candidate, blend), self._dev) for blend in (1.0, *BLENDS)]
+
+        self._add(name, lambda folder: on_first_rank(lambda: train_and_score(folder)))
 
     def _train_query_tower(self, largest_share: float) -> None:
         """Train the query tower at the first rate, and at others.

@@ -35,7 +35,12 @@ from contaccum.data.split import (
 from contaccum.encoders.dual_encoder import DualEncoder
 from contaccum.errors import ConfigError
 from contaccum.evaluation.evaluator import RetrievalEvaluator
-from contaccum.experiments.candidates import Candidate, encode_corpus, write_linear_maps
+from contaccum.experiments.candidates import (
+    Candidate,
+    encode_corpus,
+    write_linear_maps,
+    write_trained_map,
+)
 from contaccum.experiments.comparison import ScoreColumns, collect_scores, search_test_set
 from contaccum.experiments.run import (
     IDENTITY_FILE,
@@ -217,8 +222,10 @@ def score_fold(
         pairs.hold_out(data, number)
         if given_documents is None:
             encode_corpus(job, base, "base", data / CORPUS_FILE, store)
-        if chosen.system == "map":
-            assert chosen.ridge is not None
+        if chosen.system == "map" and chosen.ridge is None:
+            documents, seconds = open_documents(), 2 * chosen.training_seconds  # it may be busier
+            write_trained_map(base, data, documents, job.batch_size, folder, seconds)
+        elif chosen.system == "map":
             train_file = data / TRAIN_FILE
             ridges = [chosen.ridge]
             write_linear_maps(base, train_file, open_documents(), ridges, job.batch_size, folder)

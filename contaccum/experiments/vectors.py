@@ -270,6 +270,6 @@ def write_map(candidate: Candidate, folder: Path, dimension: int, file: Path) ->
     """
     matrix = torch.eye(dimension, dtype=torch.float64)
     if candidate.system == "map":
-        matrix += candidate.blend * load_file(folder / MAP_FILE)[f"{candidate.ridge:g}"]
+        matrix += candidate.blend * load_file(folder / MAP_FILE)[candidate.map_key]
     with atomic_file(file) as temporary_file:
         save_file({"matrix": matrix}, temporary_file)

@@ -46,7 +46,7 @@ def rotated(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return root
 
 
-def test_map_of_ids_alone_equals_ridge_by_numpy(rotated, tmp_path):
+def test_maps_of_ids_alone_equal_ridge_by_numpy_and_find_the_documents(rotated, tmp_path):
     """The verdict is over several splits, because there are few test queries."""
     output = tmp_path / "out"
     argv = ["fit", str(rotated / "pairs.csv"), "--vectors", str(rotated / "vectors")]
@@ -70,11 +70,19 @@ def test_map_of_ids_alone_equals_ridge_by_numpy(rotated, tmp_path):
         for role in vectors
     )
     x, p = (np.array(part) / np.linalg.norm(part, axis=1, keepdims=True) for part in (x, p))
-    chosen = record["candidates"][record["recommended"]]
-    system = x.T @ x + chosen["ridge"] * np.eye(DIMENSION)
-    expected = np.eye(DIMENSION) + chosen["blend"] * np.linalg.inv(system) @ x.T @ (p - x)
+    maps = load_file(output / "candidates" / "linear_map" / "map.safetensors")
+    assert list(maps) == ["1", "10", "100"]
+    for ridge, weights in maps.items():
+        system = x.T @ x + float(ridge) * np.eye(DIMENSION)
+        expected = np.linalg.inv(system) @ x.T @ (p - x)
+        np.testing.assert_allclose(weights, expected, rtol=0, atol=1e-10)
+
+    # The three lines of docs/vectors.md.
     matrix = load_file(output / "map.safetensors")["matrix"]
-    np.testing.assert_allclose(matrix, expected, rtol=0, atol=1e-10)
+    mapped = np.array(queries) @ matrix
+    mapped /= np.linalg.norm(mapped, axis=1, keepdims=True)
+    similarities = mapped @ vectors["positive"].T / np.linalg.norm(vectors["positive"], axis=1)
+    assert (similarities.argmax(axis=1) == np.arange(NUM_PAIRS)).mean() > 0.9
 
 
 def test_candidates_equal_those_of_the_model_that_made_the_vectors(tmp_path):
