@@ -58,6 +58,7 @@ def run(argv: Sequence[str]) -> int:
         bm25=args.bm25,
         guard=args.guard,
         vectors=args.vectors,
+        new_queries=args.new_queries,
         print_line=print_at_once,
         **settings,
     )
@@ -146,6 +147,13 @@ def _make_parser() -> Parser:
         metavar="DIR",
         help="folder with the vectors of queries and documents, in place of a model: find the best "
         "linear map of the query vectors (docs/vectors.md)",
+    )
+    parser.add_argument(
+        "--new_queries",
+        "--new-queries",
+        metavar="MODEL",
+        help="with --vectors: a new model for queries, whose vectors are mapped to the old ones of "
+        "the documents; the verdict says what it costs against encoding all documents anew",
     )
     parser.add_argument(
         "--require",

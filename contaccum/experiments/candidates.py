@@ -26,7 +26,7 @@ import time
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -84,6 +84,9 @@ RIDGES = (1.0, 10.0, 100.0)
 BLENDS = (0.5, 0.75)
 """The shares of a map or a trained model in its averages with the base model."""
 MAP_FILE = "map.safetensors"
+CANDIDATES_FOLDER = "candidates"
+ANEW_FOLDER = "anew"
+"""The folder of a new model that has encoded all documents."""
 STORE_FOLDER = "store"
 RATE_FACTOR = 3.0
 """Learning rates are tried that are higher or lower by this factor."""
@@ -107,6 +110,7 @@ MAX_EPOCHS = 20
 """The largest number of epochs of a training whose length dev decides."""
 
 _GRADIENT_KEY = "gradient"
+_START_KEY = "start"
 _DOCUMENTS_PER_BLOCK = 8192
 _POOL_DEPTH = 10  # top documents of each query in a run; nDCG@10 depends on no others
 _LEAST_SECONDS = 5.0  # for the updates of a training
@@ -126,7 +130,8 @@ class Candidate:
     Attributes:
         name: the name that is printed.
         rung: the rung of the ladder.
-        system: "bm25" alone, the "base" model, a "map" of its query vectors, or a "trained" model.
+        system: "bm25" alone, the "base" model, a "map" of its query vectors, a "trained" model, or
+            a new model that encodes all documents "anew".
         bm25_weight: the weight of BM25 beside the vectors.
         scores: scores on dev, of the vectors and BM25 together.
         vectors: scores on dev of the vectors alone.
@@ -169,6 +174,20 @@ class Candidate:
         if self.system == "bm25" or self.bm25_weight == 0:
             return self.name
         return f"{self.name} with BM25"
+
+
+class GivenVectors(NamedTuple):
+    """The user's vectors in place of those of a base model.
+
+    Attributes:
+        documents: the vectors of the documents, which stay as they are.
+        start: None, or the matrix (d, e) with which every map of a new model's queries begins.
+        new_model: the name of this model, which encodes all documents anew for comparison.
+    """
+
+    documents: StoreDocuments
+    start: torch.Tensor | None = None
+    new_model: str = ""
 
 
 def has_no_loss(scores: Scores, free: Candidate) -> bool:
@@ -269,6 +288,7 @@ def write_linear_maps(
     ridges: Sequence[float],
     batch_size: int,
     folder: Path,
+    start: torch.Tensor | None = None,
 ) -> None:
     """Write W of `solve_linear_map` for the training pairs and each ridge to `MAP_FILE`.
 
@@ -277,6 +297,7 @@ def write_linear_maps(
 
     Args:
         documents: the passages' vectors by the base model.
+        start: see `solve_linear_map`.
     """
     queries: list[str] = []
     passages: list[str] = []
@@ -291,8 +312,8 @@ def write_linear_maps(
     x, p = torch.from_numpy(query_vectors).double(), torch.from_numpy(passage_vectors).double()
     if documents.similarity == "cos":
         x, p = normalize(x), normalize(p)
-    maps = {f"{ridge:g}": solve_linear_map(x, p, ridge).contiguous() for ridge in ridges}
-    save_file(maps, folder / MAP_FILE)
+    maps = {f"{ridge:g}": solve_linear_map(x, p, ridge, start) for ridge in ridges}
+    _save_maps(maps, start, folder)
 
 
 def write_trained_map(
@@ -302,6 +323,7 @@ def write_trained_map(
     batch_size: int,
     folder: Path,
     seconds: float,
+    start: torch.Tensor | None = None,
 ) -> None:
     """Write W of `train_linear_map` for the training pairs to `MAP_FILE`.
 
@@ -312,6 +334,7 @@ def write_trained_map(
         data: the folder of the split.
         documents: the documents' vectors by the base model.
         seconds: the time of the training.
+        start: see `solve_linear_map`.
     """
     ends_at = time.monotonic() + seconds
     corpus = read_passages(data / CORPUS_FILE, RecordReport(), may_be_blank=True)
@@ -345,8 +368,24 @@ def write_trained_map(
         MAP_PENALTY,
         DEFAULT_TEMPERATURE["cos"],
         has_time=lambda: time.monotonic() < ends_at,
+        start=start,
     )
-    save_file({_GRADIENT_KEY: weights}, folder / MAP_FILE)
+    _save_maps({_GRADIENT_KEY: weights}, start, folder)
+
+
+def _save_maps(maps: Mapping[str, torch.Tensor], start: torch.Tensor | None, folder: Path) -> None:
+    saved = {name: weights.contiguous() for name, weights in maps.items()}
+    if start is not None:
+        saved[_START_KEY] = start.contiguous()
+    save_file(saved, folder / MAP_FILE)
+
+
+def load_matrix(candidate: Candidate, folder: Path) -> torch.Tensor:
+    """Return the matrix (d, e) of a candidate's map, by which a query vector is multiplied."""
+    maps = load_file(folder / MAP_FILE)
+    weights = maps[candidate.map_key]
+    start = maps.get(_START_KEY, torch.eye(len(weights), dtype=weights.dtype))
+    return start + candidate.blend * weights
 
 
 def encode_corpus(
@@ -389,9 +428,10 @@ def load_candidate(candidate: Candidate, base: DualEncoder, folder: Path) -> Dua
     """
     if candidate.system == "map":
         model = copy.deepcopy(base)
-        weights = load_file(folder / MAP_FILE)[candidate.map_key]
-        append_linear_map(model, candidate.blend * weights)
+        append_linear_map(model, load_matrix(candidate, folder))
         return model
+    if candidate.system == "anew":
+        return load_trained(folder / TRAINING_FOLDER, base)
     if candidate.system == "trained":
         return merge_models(base, load_trained(folder / TRAINING_FOLDER, base), candidate.blend)
     return base
@@ -439,7 +479,7 @@ class Ladder:
         has_bm25: False: search with vectors alone.
         ends_at: the seconds of the budget after which the ladder ends.
         guards: {name: other data}, on which a candidate must not lose more than `LARGEST_LOSS`.
-        has_model: False if the vectors are given, so that nothing but their map can be trained.
+        given: the vectors that are given; then nothing but their map can be trained.
     """
 
     def __init__(
@@ -453,7 +493,7 @@ class Ladder:
         has_bm25: bool,
         ends_at: float,
         guards: Mapping[str, BeirDataset],
-        has_model: bool = True,
+        given: GivenVectors | None = None,
     ) -> None:
         self.job = job
         self.base = base
@@ -463,10 +503,10 @@ class Ladder:
         self._seconds_per_document = seconds_per_document
         self._split = split
         self._has_bm25 = has_bm25
-        self.has_model = has_model
+        self.given = given
         self._has_one_tower = job.given.get("towers") == "one"
         self._ends_at = ends_at
-        self._folder = job.folder / "candidates"
+        self._folder = job.folder / CANDIDATES_FOLDER
         self._dev_folder = job.data / "dev"
         self._kinds = read_kinds(self._dev_folder)
         self._dev: DevSet | None = None
@@ -509,7 +549,9 @@ class Ladder:
 
     @property
     def free(self) -> Candidate:
-        """The best search without training."""
+        """The best search without training; of a new model's queries, encoding all anew."""
+        if self.given is not None and self.given.new_model:
+            return self.base_candidate
         free = [each for each in self.candidates if each.rung == FREE]
         if not self._has_bm25:
             free = [each for each in free if each.system != "bm25"]
@@ -522,6 +564,9 @@ class Ladder:
         best of them with those of the upper rungs among the documents of the pool.
         """
         free = self.free
+        if free.system == "anew":  # the question is what the best map costs
+            maps = [each for each in self.candidates if each.system == "map"]
+            return max(maps, key=lambda each: each.score, default=free)
         lower = [each for each in self.candidates if FREE < each.rung <= QUERY_TOWER]
         upper = [each for each in self.candidates if each.rung > QUERY_TOWER]
         if not upper or not self._has_pool():
@@ -611,7 +656,7 @@ class Ladder:
     def climb(self) -> None:
         """Make the candidates of all rungs for which there is time."""
         self._search_without_training()
-        if not self.has_model:
+        if self.given is not None:
             self._fit_linear_map()
             self._train_linear_map()
             return
@@ -636,6 +681,9 @@ class Ladder:
             has_texts = self.documents is None or self.documents.has_texts
             bm25 = Candidate("BM25" if has_texts else "BM25, without texts", FREE, "bm25")
             base = Candidate(model_name(self.settings.model), FREE, "base")
+            if self.given is not None and self.given.new_model:
+                name = f"{self.given.new_model}, all encoded anew"
+                base = Candidate(name, FREE, "anew", folder=ANEW_FOLDER)
             return [self._score(bm25, self._dev), self._score(base, self._dev)]
 
         self._add("free", lambda folder: on_first_rank(score))
@@ -649,13 +697,21 @@ class Ladder:
             assert self.documents is not None
             train_file = self.job.data / TRAIN_FILE
             batch_size = self.job.batch_size
-            write_linear_maps(self.base, train_file, self.documents, RIDGES, batch_size, folder)
+            start = self.given.start if self.given is not None else None
+            write_linear_maps(
+                self.base, train_file, self.documents, RIDGES, batch_size, folder, start
+            )
             rows = []
+            if start is not None:
+                shown = "map of documents alone"
+                candidate = Candidate(shown, LINEAR_MAP, "map", folder=name, ridge=1.0, blend=0.0)
+                rows.append(self._score(candidate, self._dev))
             for ridge in RIDGES:
                 shown = f"linear map, ridge {ridge:g}"
                 candidate = Candidate(shown, LINEAR_MAP, "map", folder=name, ridge=ridge)
                 rows.append(self._score(candidate, self._dev))
-            best = Candidate(**max(rows, key=lambda row: row["scores"][MEAN]))
+            solved = rows[-len(RIDGES) :]
+            best = Candidate(**max(solved, key=lambda row: row["scores"][MEAN]))
             return rows + [self._score(_blend(best, blend), self._dev) for blend in BLENDS]
 
         self._add(name, lambda folder: on_first_rank(lambda: fit_and_score(folder)))
@@ -670,7 +726,8 @@ class Ladder:
             assert self.documents is not None
             started = time.monotonic()
             data, batch_size = self.job.data, self.job.batch_size
-            write_trained_map(self.base, data, self.documents, batch_size, folder, seconds)
+            start = self.given.start if self.given is not None else None
+            write_trained_map(self.base, data, self.documents, batch_size, folder, seconds, start)
             candidate = Candidate(
                 "linear map by gradients",
                 LINEAR_MAP,

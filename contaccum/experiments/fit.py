@@ -54,6 +54,7 @@ from contaccum.experiments.candidates import (
     MEAN,
     Candidate,
     DevSet,
+    GivenVectors,
     Ladder,
     encode_corpus,
     load_candidate,
@@ -88,7 +89,7 @@ from contaccum.experiments.run import (
     only_first_rank,
     require_same_work,
 )
-from contaccum.experiments.vectors import load_vectors, write_map
+from contaccum.experiments.vectors import load_new_model, load_vectors, write_map
 from contaccum.experiments.verdict import (
     Verdict,
     compute_verdicts,
@@ -182,6 +183,7 @@ def fit(
     bm25: bool = True,
     guard: AnyPath | Sequence[AnyPath] | None = None,
     vectors: AnyPath | None = None,
+    new_queries: AnyPath | None = None,
     print_line: Callable[[str], None] = print,
     **settings: Any,
 ) -> FitResult:
@@ -212,6 +214,8 @@ def fit(
             than 0.01 nDCG@10 on one of them.
         vectors: a folder with the vectors of queries and documents, in place of a model, whose
             ladder ends after the linear map; see docs/vectors.md.
+        new_queries: a new model that encodes the queries, while the documents keep their old
+            ``vectors``. The verdict says what that costs against encoding all documents anew.
         print_line: is called with each line for the user.
         settings: options of `contaccum train`, such as ``learning_rate=1e-5``, which `fit` then
             does not choose. None stands for an option that is not given.
@@ -236,11 +240,12 @@ def fit(
     )
     folder = Path(output).expanduser().absolute()
     seconds = parse_duration(budget)
-    args = check_given(models[0], given)
     vectors_folder = None if vectors is None else Path(vectors).expanduser()
     if vectors_folder is not None:
-        check_vectors_alone(vectors_folder, models, guard, given)
-        models = []
+        models = check_vectors(vectors_folder, models, new_queries, guard, given)
+    elif new_queries is not None:
+        raise ConfigError("new_queries needs the old vectors of the documents: give vectors")
+    args = check_given(models[0] if models else DEFAULT_MODEL, given)
     guards = {name: load_beir(name) for name in list_names(guard)}
     if len(models) == 1:  # of several, one that cannot be loaded is left out
         require_model(models[0])
@@ -248,6 +253,7 @@ def fit(
         "version": __version__,
         "model": [make_absolute(name) for name in models],
         "vectors": vectors_folder and hash_path(str(vectors_folder)),
+        "new queries": new_queries is not None,
         "bm25": bm25,
         "guard": {name: dataset.fingerprint for name, dataset in guards.items()},
         **given,
@@ -258,8 +264,11 @@ def fit(
         used_time = Budget(seconds, folder / USED_TIME_FILE)
         job = Job(folder, request, given, args, used_time, only_first_rank(print_line))
         texts = pairs
+        given_vectors = None
         if vectors_folder is not None:
-            base, documents, texts = load_vectors(job, vectors_folder, pairs)
+            sides = SIDES if new_queries is None else ("documents",)
+            base, documents, texts = load_vectors(job, vectors_folder, pairs, sides)
+            given_vectors = GivenVectors(documents)
         split = hold_out(job, texts, guards)
         if vectors_folder is None:
             base_model = choose_base_model(job, models)
@@ -267,6 +276,8 @@ def fit(
             documents, seconds_per_document = encode_documents(job, base, base_model)
         else:
             base_model = str(vectors_folder)
+            if new_queries is not None:
+                base, given_vectors = load_new_model(job, models[0], documents)
             proposed, seconds_per_document = replace(Settings(), model=base_model), 0.0
         num_folds = texts.count_folds(split)
         ladder = Ladder(
@@ -279,7 +290,7 @@ def fit(
             has_bm25=bm25 and (documents is None or documents.has_texts),
             ends_at=(_LADDER_SHARE if num_folds > 1 else 1.0) * seconds - _END_SECONDS,
             guards=guards,
-            has_model=vectors_folder is None,
+            given=given_vectors,
         )
         climb(ladder)
         chosen = ladder.get_best()
@@ -310,29 +321,37 @@ def fit(
 # The stages, in their order -----------------------------------------------------------------------
 
 
-def check_vectors_alone(
+def check_vectors(
     vectors: Path,
     models: Sequence[str],
+    new_queries: AnyPath | None,
     guard: AnyPath | Sequence[AnyPath] | None,
     given: Mapping[str, Any],
-) -> None:
+) -> list[str]:
     """Refuse what cannot be done with vectors in place of a model, and a folder without vectors.
+
+    Returns:
+        The new model, if there is one.
 
     Raises:
         UserError: also if several processes run.
     """
     require_exists(vectors)
-    for side in SIDES:
+    for side in SIDES if new_queries is None else ("documents",):
         find_vectors(vectors, side)
+    used = {"use_cpu", "disable_tqdm"}
+    if new_queries is not None:
+        used |= {"query_max_length", "passage_max_length", "query_prompt", "passage_prompt"}
+        used.add("trust_remote_code")
     unused = ["guard"] * bool(guard) + ["model"] * (models != [DEFAULT_MODEL])
-    unused += sorted(given.keys() - {"use_cpu", "disable_tqdm"})
+    unused += sorted(given.keys() - used)
     if unused:
         raise ConfigError(
-            f"{unused[0]} is set, but with vectors nothing is encoded, and only a map of the query "
-            "vectors is made: drop it"
+            f"{unused[0]} is set, but with vectors only a map of the query vectors is made: drop it"
         )
     if world_size() > 1:
         raise ConfigError("vectors need a single process: start without torchrun")
+    return [os.path.expanduser(name) for name in list_names(new_queries)]
 
 
 def hold_out(job: Job, pairs: Pairs, guards: Mapping[str, BeirDataset]) -> Split:
@@ -611,10 +630,9 @@ def score_other_folds(
                 break
             job.print_line(f"split {number + 1} of {num_folds}: training and testing again")
             base, base_candidate = ladder.base, ladder.base_candidate
-            given_documents = None if ladder.has_model else ladder.documents
             scores.append(
                 score_fold(
-                    number, job, pairs, base, base_candidate, chosen, first_dev, given_documents
+                    number, job, pairs, base, base_candidate, chosen, first_dev, ladder.given
                 )
             )
     return scores
@@ -637,18 +655,19 @@ def judge(
         evaluator = RetrievalEvaluator(test_set, batch_size=job.batch_size)
         evaluator.documents = ladder.documents
         folder = ladder.get_folder(chosen)
-        results = search_test_set(evaluator, base, base_candidate, chosen, folder)
+        base_folder = ladder.get_folder(base_candidate)
+        results = search_test_set(evaluator, base, base_candidate, chosen, folder, base_folder)
     first_scores = collect_scores(test_set, results)
     scores = pool_scores([first_scores, *fold_scores])
     verdicts = compute_verdicts(scores, free, chosen, 1 + len(fold_scores))
     words = {verdict.word for verdict in verdicts.values()}
     is_recommended = BETTER in words and WORSE not in words
-    recommended = chosen if is_recommended else free
-    if ladder.has_model:
+    recommended = chosen if is_recommended or free.system == "anew" else free
+    if ladder.given is None:
         write_model(job, ladder, recommended)
         write_verdicts_to_card(job.folder / "model", verdicts.values(), model_name(base_model))
     else:
-        dimension = base.get_embedding_dimension()
+        dimension = ladder.given.documents.dimension
         write_map(recommended, ladder.get_folder(recommended), dimension, job.folder / MAP_FILE)
     write_config(job, chosen)
     warnings = []
@@ -667,7 +686,7 @@ def judge(
         "lines": lines,
         "warnings": warnings,
         "model": model_name(base_model),
-        "has_model": ladder.has_model,
+        "has_model": ladder.given is None,
         "data": paths,
         "split": asdict(split),
         "scores": table,

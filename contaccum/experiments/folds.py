@@ -36,7 +36,9 @@ from contaccum.encoders.dual_encoder import DualEncoder
 from contaccum.errors import ConfigError
 from contaccum.evaluation.evaluator import RetrievalEvaluator
 from contaccum.experiments.candidates import (
+    CANDIDATES_FOLDER,
     Candidate,
+    GivenVectors,
     encode_corpus,
     write_linear_maps,
     write_trained_map,
@@ -197,7 +199,7 @@ def score_fold(
     base_candidate: Candidate,
     chosen: Candidate,
     first_dev: BeirDataset,
-    given_documents: StoreDocuments | None = None,
+    given: GivenVectors | None = None,
 ) -> ScoreColumns:
     """Train the chosen candidate on a further fold, and return the scores of its test queries.
 
@@ -209,32 +211,36 @@ def score_fold(
         base: the base model.
         base_candidate, chosen: see `search_test_set`.
         first_dev: the dev set of fold 0, by which the candidate was chosen.
-        given_documents: the vectors of all documents, if they are given; None: they are encoded.
+        given: the vectors that are given; None: the base model encodes the documents.
     """
     folder = job.folder / "folds" / str(number)
     data = folder / "data"
     store = folder / "base_store"  # not the name of a candidate's own store
 
     def open_documents() -> StoreDocuments:
-        return given_documents or StoreDocuments(EmbeddingStore.open(store))
+        return given.documents if given else StoreDocuments(EmbeddingStore.open(store))
 
     def hold_out() -> None:
         pairs.hold_out(data, number)
-        if given_documents is None:
+        start = given.start if given else None
+        if given is None:
             encode_corpus(job, base, "base", data / CORPUS_FILE, store)
         if chosen.system == "map" and chosen.ridge is None:
             documents, seconds = open_documents(), 2 * chosen.training_seconds  # it may be busier
-            write_trained_map(base, data, documents, job.batch_size, folder, seconds)
+            write_trained_map(base, data, documents, job.batch_size, folder, seconds, start)
         elif chosen.system == "map":
             train_file = data / TRAIN_FILE
             ridges = [chosen.ridge]
-            write_linear_maps(base, train_file, open_documents(), ridges, job.batch_size, folder)
+            write_linear_maps(
+                base, train_file, open_documents(), ridges, job.batch_size, folder, start
+            )
 
     def test() -> ScoreColumns:
         test_set = load_beir_folder(data / "test", "test")
         evaluator = RetrievalEvaluator(test_set, batch_size=job.batch_size)
         evaluator.documents = open_documents()
-        results = search_test_set(evaluator, base, base_candidate, chosen, folder)
+        base_folder = job.folder / CANDIDATES_FOLDER / base_candidate.folder
+        results = search_test_set(evaluator, base, base_candidate, chosen, folder, base_folder)
         return collect_scores(test_set, results, number, first_dev)
 
     def work() -> ScoreColumns:

@@ -9,15 +9,17 @@ from __future__ import annotations
 
 import hashlib
 import json
+import time
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
 import torch
-from safetensors.torch import load_file, save_file
+from safetensors.torch import save_file
 from sentence_transformers.base.modules import InputModule
 from sentence_transformers.sentence_transformer.modules import Router
+from torch.nn.functional import normalize
 
 from contaccum.data.beir import find_beir_file, is_beir_folder
 from contaccum.data.records import RecordSource, read_passages
@@ -25,15 +27,33 @@ from contaccum.data.rows import RecordReport, passage_text
 from contaccum.data.split import CORPUS_FILE, TRAIN_FILE
 from contaccum.data.vectors import SIDES, read_vectors
 from contaccum.encoders.dual_encoder import DualEncoder
+from contaccum.encoders.linear_map import solve_linear_map
+from contaccum.encoders.names import model_name
+from contaccum.encoders.settings import get_prompt, get_tower
 from contaccum.errors import DataError, quoted
-from contaccum.experiments.candidates import MAP_FILE, Candidate
+from contaccum.experiments.budget import format_duration
+from contaccum.experiments.candidates import (
+    ANEW_FOLDER,
+    CANDIDATES_FOLDER,
+    STORE_FOLDER,
+    Candidate,
+    GivenVectors,
+    encode_corpus,
+    load_matrix,
+)
 from contaccum.experiments.folds import Pairs
-from contaccum.experiments.run import Job
+from contaccum.experiments.proposed import make_base_settings, propose_settings
+from contaccum.experiments.run import TRAINING_FOLDER, Job
 from contaccum.files import atomic_file, atomic_folder, read_json, write_json, write_text
 from contaccum.retrieval.documents import StoreDocuments
 from contaccum.retrieval.encode import encoding_identity
 from contaccum.retrieval.store import EmbeddingStore, StoreWriter
+from contaccum.training.setup import load_encoder
 
+MAX_ALIGNED = 2000
+"""The number of documents by which the vectors of a new model are aligned with given ones."""
+
+_ALIGNMENT_RIDGE = 1.0
 _PREPARED_FILE = "prepared.json"
 _ROWS_PER_SHARD = 8192  # memory holds a shard; with 1,536 dimensions it has 50 MB
 
@@ -84,7 +104,7 @@ class VectorTable(InputModule):
 
 
 def load_vectors(
-    job: Job, vectors: Path, pairs: Pairs
+    job: Job, vectors: Path, pairs: Pairs, sides: Sequence[str] = SIDES
 ) -> tuple[DualEncoder, StoreDocuments, Pairs]:
     """Read the user's vectors and match the pairs with them, unless an earlier start has done so.
 
@@ -93,6 +113,7 @@ def load_vectors(
     Args:
         vectors: see `contaccum.data.vectors`.
         pairs: the user's pairs. Each query and passage is an id of ``vectors``, or a text.
+        sides: ("documents",) if a new model encodes the queries, which then are texts.
 
     Returns:
         The model that looks the vectors up; the vectors of the documents; and the pairs with the
@@ -107,10 +128,10 @@ def load_vectors(
     folder = job.folder / "vectors"
     if not folder.exists():
         with atomic_folder(folder) as new_folder:
-            for line in _write_vectors(vectors, pairs, new_folder, base):
+            for line in _write_vectors(vectors, pairs, new_folder, base, sides):
                 job.print_line(line)
-    for side, table in tables.items():
-        table.vectors = StoreDocuments(EmbeddingStore.open(folder / side))
+    for side in sides:
+        tables[side].vectors = StoreDocuments(EmbeddingStore.open(folder / side))
     documents = tables["documents"].vectors
     assert documents is not None
     documents.has_texts = read_json(folder / _PREPARED_FILE)["has_texts"]
@@ -125,7 +146,9 @@ def _keeps_texts(pairs: Pairs) -> bool:
     return pairs.is_split or is_beir_folder(pairs.path)
 
 
-def _write_vectors(vectors: Path, pairs: Pairs, folder: Path, base: DualEncoder) -> list[str]:
+def _write_vectors(
+    vectors: Path, pairs: Pairs, folder: Path, base: DualEncoder, side_names: Sequence[str]
+) -> list[str]:
     """Write a store for each side, and the pairs and the corpus with the texts of the stores.
 
     Returns:
@@ -137,30 +160,42 @@ def _write_vectors(vectors: Path, pairs: Pairs, folder: Path, base: DualEncoder)
         sources["queries"] = find_beir_file(pairs.path, "queries.jsonl")
         sources["documents"] = find_beir_file(pairs.path, "corpus.jsonl")
     sides = {}
-    for side, source in sources.items():
+    for side in side_names:
+        source = sources[side]
         texts = {}
         if source is not None:
             columns = pairs.corpus_columns if source == pairs.corpus else None
             for passage in read_passages(source, report, may_be_blank=True, columns=columns):
                 texts[passage.id] = (passage.title, passage.text)
         sides[side] = _write_side(vectors, side, texts, folder / side, base, _keeps_texts(pairs))
-    queries, documents = sides["queries"], sides["documents"]
-    if queries.dimension != documents.dimension:
+    queries, documents = sides.get("queries"), sides["documents"]
+    has_texts = documents.has_texts
+    num_queries = ""
+    if queries is None and not has_texts:
         raise DataError(
-            f"{vectors}: the queries have {queries.dimension:,} dimensions, and the documents "
-            f"{documents.dimension:,} (give both by one model)"
+            f"{vectors}: the documents have only ids, and a new model needs their texts (add a "
+            "column text, or give --corpus with the same ids)"
         )
+    if queries is not None:
+        has_texts &= queries.has_texts
+        num_queries = f"{len(queries.lines):,} queries and "
+        if queries.dimension != documents.dimension:
+            raise DataError(
+                f"{vectors}: the queries have {queries.dimension:,} dimensions, and the documents "
+                f"{documents.dimension:,} (give both by one model)"
+            )
     if not _keeps_texts(pairs):
         matched = _match_pairs(pairs, vectors, queries, documents, report)
         write_text(folder / TRAIN_FILE, matched)
         write_text(folder / CORPUS_FILE, documents.lines)
-    has_texts = queries.has_texts and documents.has_texts
     write_json(folder / _PREPARED_FILE, {"has_texts": has_texts})
-    lines = [
-        f"{vectors}: {len(queries.lines):,} queries and {len(documents.lines):,} documents of "
-        f"{documents.dimension:,} dimensions"
-        + ("" if has_texts else "; without texts, BM25 and near-duplicates are not searched")
-    ]
+    line = (
+        f"{vectors}: {num_queries}{len(documents.lines):,} documents of {documents.dimension:,} "
+        "dimensions"
+    )
+    if not has_texts:
+        line += "; without texts, BM25 and near-duplicates are not searched"
+    lines = [line]
     return lines + [report.summary()] * bool(report.reported)
 
 
@@ -232,7 +267,7 @@ def _write_side(
 
 
 def _match_pairs(
-    pairs: Pairs, vectors: Path, queries: _Side, documents: _Side, report: RecordReport
+    pairs: Pairs, vectors: Path, queries: _Side | None, documents: _Side, report: RecordReport
 ) -> Iterator[str]:
     """Yield the pairs with the texts of the stores, as lines of training data.
 
@@ -244,7 +279,9 @@ def _match_pairs(
     )
     missing: dict[str, list[str]] = {"queries": [], "documents": []}
     for record in source.records(report):
-        query = queries.text_of.get(record.query.strip())
+        query: str | None = record.query.strip()
+        if queries is not None:
+            query = queries.text_of.get(record.query.strip())
         positives = []
         if query is None:
             missing["queries"].append(record.query)
@@ -262,14 +299,66 @@ def _match_pairs(
             )
 
 
+def load_new_model(
+    job: Job, model: str, documents: StoreDocuments
+) -> tuple[DualEncoder, GivenVectors]:
+    """Load a new model for queries, and align its vectors with the given ones of documents.
+
+    For comparison it encodes all documents anew, into a folder of the ladder. The alignment needs
+    only `MAX_ALIGNED` of them: W of ridge regression from their new vectors to the given ones.
+
+    Returns:
+        The model with the query tower of the new one, whose documents are the given vectors; and
+        these vectors with the alignment.
+    """
+    settings = propose_settings(job.data / TRAIN_FILE, model, job.given)
+    new_model = load_encoder(make_base_settings(settings), job.args)
+    name = model_name(model)
+    folder = job.folder / CANDIDATES_FOLDER / ANEW_FOLDER
+    started = time.monotonic()
+    test_corpus = job.data / "test" / CORPUS_FILE
+    encoder = encode_corpus(job, new_model, name, test_corpus, folder / STORE_FOLDER)
+    if not (folder / TRAINING_FOLDER).exists():
+        with atomic_folder(folder / TRAINING_FOLDER) as new_folder:
+            new_model.save_pretrained(str(new_folder))
+    if encoder.num_encoded:
+        job.print_line(
+            f"{name}: all {encoder.num_encoded:,} documents encoded anew in "
+            f"{format_duration(time.monotonic() - started)}"
+        )
+    # Documents of held-out queries alone do not take part.
+    passages = read_passages(job.data / CORPUS_FILE, RecordReport(), may_be_blank=True)
+    texts = [passage.passage for passage in passages]
+    texts = texts[:: max(1, len(texts) // MAX_ALIGNED)]
+    stored = StoreDocuments(EmbeddingStore.open(folder / STORE_FOLDER))
+    found, new_vectors = stored.find_embeddings(texts)
+    also_found, vectors = documents.find_embeddings([texts[index] for index in found.tolist()])
+    x = normalize(torch.from_numpy(new_vectors[also_found]).double())
+    p = normalize(torch.from_numpy(vectors).double())
+    zeros = torch.zeros(x.shape[1], p.shape[1], dtype=torch.float64)
+    start = solve_linear_map(x, p, _ALIGNMENT_RIDGE, zeros)
+
+    table = VectorTable("documents")
+    table.vectors = documents
+    query_tower: list[Any] = list(get_tower(new_model, "query").children())
+    base = DualEncoder(
+        modules=[Router.for_query_document(query_tower, [table])],
+        prompts={"query": get_prompt(new_model, "query"), "document": ""},
+        similarity_fn_name="cosine",
+        device=str(new_model.device),
+        trust_remote_code=new_model.trust_remote_code,
+    )
+    return base, GivenVectors(documents, start, name)
+
+
 def write_map(candidate: Candidate, folder: Path, dimension: int, file: Path) -> None:
-    """Write the matrix (d, d) by which query vectors are multiplied; without a map, the identity.
+    """Write the matrix (d, e) by which query vectors are multiplied; without a map, the identity.
 
     Args:
         folder: the folder with the candidate's map.
     """
     matrix = torch.eye(dimension, dtype=torch.float64)
     if candidate.system == "map":
-        matrix += candidate.blend * load_file(folder / MAP_FILE)[candidate.map_key]
+        matrix = load_matrix(candidate, folder)
     with atomic_file(file) as temporary_file:
         save_file({"matrix": matrix}, temporary_file)
