@@ -18,6 +18,8 @@ from translations import make_questions
 
 import contaccum
 from contaccum.cli import main
+from contaccum.data.beir import load_beir_folder
+from contaccum.evaluation.evaluator import RetrievalEvaluator
 
 NUM_PAIRS = 240
 DIMENSION = 16
@@ -81,6 +83,7 @@ def test_maps_of_ids_alone_equal_ridge_by_numpy_and_find_the_documents(rotated, 
     matrix = load_file(output / "map.safetensors")["matrix"]
     mapped = np.array(queries) @ matrix
     mapped /= np.linalg.norm(mapped, axis=1, keepdims=True)
+    assert "map.safetensors" in (output / "report.html").read_text()
     similarities = mapped @ vectors["positive"].T / np.linalg.norm(vectors["positive"], axis=1)
     assert (similarities.argmax(axis=1) == np.arange(NUM_PAIRS)).mean() > 0.9
 
@@ -121,6 +124,34 @@ def test_candidates_equal_those_of_the_model_that_made_the_vectors(tmp_path):
     assert list_candidates(split, "of_split", vectors=vectors) == of_vectors
 
 
+def test_map_of_a_new_model_is_compared_with_encoding_all_documents_anew(tmp_path, capsys):
+    """The old vectors have half of the dimensions."""
+    rows = make_questions(200, 0)
+    pairs = write_lines(tmp_path / "pairs.jsonl", rows)
+    model = tiny_encoder()
+    model.save_pretrained(str(tmp_path / "model"))
+    texts = list(dict.fromkeys(row["positive"] for row in rows))
+    old = model.encode_document(texts)[:, : DIMENSION // 2]
+    write_vectors(tmp_path / "vectors" / "documents.parquet", old, text=texts)
+    argv = ["fit", str(pairs), "--vectors", str(tmp_path / "vectors"), "--new-queries"]
+    argv += [str(tmp_path / "model"), "--test", "100", "--output", str(tmp_path / "out")]
+    assert main([*argv, "--use_cpu", "true", "--disable_tqdm", "true"]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert f"{tmp_path.name}/model: all 50 documents encoded anew in" in "\n".join(lines)
+    record = json.loads((tmp_path / "out" / "fit.json").read_text())
+    new = record["candidates"][1]
+    assert new["name"] == f"{tmp_path.name}/model, all encoded anew"
+    assert record["verdict"]["free_name"].startswith(new["name"])
+    assert record["candidates"][record["chosen"]]["system"] == "map"
+    assert record["verdict"]["keeps_index"]
+    assert load_file(tmp_path / "out" / "map.safetensors")["matrix"].shape == (16, 8)
+
+    # Encoding anew has the scores of a search with the new model alone.
+    test = load_beir_folder(tmp_path / "out" / "data" / "test", "test")
+    expected = RetrievalEvaluator(test, ["ndcg@10"]).score(model)["ndcg@10"]
+    assert record["scores"][1]["NDCG@10"] == pytest.approx(expected)
+
+
 @pytest.mark.parametrize(
     ("fault", "words"),
     [
@@ -134,6 +165,7 @@ def test_candidates_equal_those_of_the_model_that_made_the_vectors(tmp_path):
         ("no documents", "has no documents.parquet"),
         ("learning_rate", "learning_rate is set"),
         ("model", "model is set"),
+        ("new_queries", "the documents have only ids"),
     ],
 )
 def test_vectors_that_cannot_be_used_are_refused_in_one_line(
@@ -161,6 +193,9 @@ def test_vectors_that_cannot_be_used_are_refused_in_one_line(
         for name in ("documents.npy", "documents.jsonl"):
             (folder / name).write_bytes((rotated / "vectors" / name).read_bytes())
     options = {"learning_rate": ["--learning_rate", "1"], "model": ["--model", "other"]}
+    tiny_encoder().save_pretrained(str(tmp_path / "tiny"))
+    options["new_queries"] = ["--new_queries", str(tmp_path / "tiny")]
+    capsys.readouterr()
     argv = ["fit", str(rotated / "pairs.csv"), "--vectors", str(folder), *options.get(fault, [])]
     assert main([*argv, "--output", str(tmp_path / "out")]) == 2
     [line] = capsys.readouterr().err.splitlines()
