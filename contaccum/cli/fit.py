@@ -34,7 +34,8 @@ def run(argv: Sequence[str]) -> int:
     settings = read(training_arguments, parser.option_names)
     read_given(settings)
     parse_duration(args.budget)
-    print_at_once(f"fitting {' '.join(args.model)} to {args.data} in {args.budget}")
+    fitted = " ".join(args.model) if args.vectors is None else f"a map of {args.vectors}"
+    print_at_once(f"fitting {fitted} to {args.data} in {args.budget}")
     if is_first_process():
         _require_files(args)
     from contaccum.experiments.fit import fit
@@ -52,14 +53,16 @@ def _require_files(args: argparse.Namespace) -> None:
     SplitSettings(args.dev, args.test, future=args.future)
     parse_columns(args.corpus_columns, "corpus_columns")
     data = Path(args.data).expanduser()
-    for path in (data, args.corpus):
+    for path in (data, args.corpus, args.vectors):
         if path is not None:
             require_exists(path.expanduser())
     if not (data / SPLIT_RECORD).is_file():
         RecordSource(data, args.data_format, columns=args.data_columns, min_score=args.min_score)
     for name in args.guard or []:
         resolve_beir_data(name)
-    if len(args.model) == 1:  # of several, one that cannot be loaded is left out
+    if (
+        args.vectors is None and len(args.model) == 1
+    ):  # of several, one that cannot be loaded is left out
         require_model(args.model[0])
 
 
@@ -128,6 +131,20 @@ def _make_parser() -> Parser:
         metavar="SET",
         help="other data, BEIR folders or public names, on which the model must not lose more than "
         "0.01 nDCG@10",
+    )
+    parser.add_argument(
+        "--vectors",
+        type=Path,
+        metavar="DIR",
+        help="folder with the vectors of queries and documents, in place of a model: find the best "
+        "linear map of the query vectors (docs/vectors.md)",
+    )
+    parser.add_argument(
+        "--new_queries",
+        "--new-queries",
+        metavar="MODEL",
+        help="with --vectors: a new model for queries, whose vectors are mapped to the old ones of "
+        "the documents; the verdict says what it costs against encoding all documents anew",
     )
     parser.add_argument(
         "--require",

@@ -14,6 +14,7 @@ from sentence_transformers.sentence_transformer.evaluation import SentenceEvalua
 
 from contaccum.data import BeirDataset
 from contaccum.data.corpus import get_passage_texts
+from contaccum.data.sampling import text_ids
 from contaccum.evaluation.beir import describe_data
 from contaccum.evaluation.metrics import (
     DEFAULT_METRICS,
@@ -23,6 +24,7 @@ from contaccum.evaluation.metrics import (
 )
 from contaccum.evaluation.results import Run
 from contaccum.retrieval.documents import StoreDocuments
+from contaccum.retrieval.exact_search import Embeddings
 
 logger = logging.getLogger(__name__)
 
@@ -82,7 +84,7 @@ class RetrievalEvaluator(SentenceEvaluator):
         self.primary_metric: Any = check_metric(primary_metric or self.metrics[0])
         self.notes = notes or {}
         self.documents: StoreDocuments | None = None
-        self._fixed_embeddings: tuple[StoreDocuments, np.ndarray] | None = None
+        self._fixed_embeddings: tuple[StoreDocuments, Embeddings] | None = None
         self.query_scores: dict[str, float] = {}
 
     def __call__(
@@ -123,9 +125,14 @@ class RetrievalEvaluator(SentenceEvaluator):
         return searcher.search(self.dataset.corpus, self.dataset.queries, max_k, self.similarity)
 
     def search_bm25(self) -> Run:
-        """Find as many documents by BM25; warn if none of them is relevant for any query."""
+        """Find as many documents by BM25; warn if none of them is relevant for any query.
+
+        Nothing is found if `documents` have no texts.
+        """
         from contaccum.retrieval.bm25 import bm25_run
 
+        if self.documents is not None and not self.documents.has_texts:
+            return {query: {} for query in self.dataset.queries}
         run = bm25_run(self.dataset.corpus, self.dataset.queries, self._k_values[-1])
         for query, grades in self.dataset.qrels.items():
             if any(grade > 0 and document in run[query] for document, grade in grades.items()):
@@ -147,16 +154,20 @@ class RetrievalEvaluator(SentenceEvaluator):
 
     def _get_document_embeddings(
         self, model: SentenceTransformer, documents: StoreDocuments
-    ) -> np.ndarray:
+    ) -> Embeddings:
         """Return the embeddings of the corpus, float32 (N, d), which a store has.
 
-        Texts that the store lacks are encoded in the first call.
+        It is the store itself if its rows are the corpus. Texts that the store lacks are encoded in
+        the first call.
         """
         from contaccum.retrieval.encode import check_store_fits, encode_texts
 
         check_store_fits(model, documents.store)
-        if self._fixed_embeddings is None or self._fixed_embeddings[0] is not documents:
-            texts = get_passage_texts(self.dataset.corpus)
+        is_read = self._fixed_embeddings is not None and self._fixed_embeddings[0] is documents
+        texts = [] if is_read else get_passage_texts(self.dataset.corpus)
+        if not is_read and np.array_equal(text_ids(texts), documents.store.text_ids()):
+            self._fixed_embeddings = (documents, documents.store)
+        elif not is_read:
             embeddings = np.empty((len(texts), documents.dimension), dtype=np.float32)
             stored_indices, stored_embeddings = documents.find_embeddings(texts)
             embeddings[stored_indices] = stored_embeddings

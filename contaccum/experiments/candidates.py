@@ -4,7 +4,7 @@ A candidate is a complete way to search: a model, and the weight of BM25 beside 
 dev. `Ladder.climb` makes the candidates rung by rung, until the time ends:
 
     0  no training: BM25 alone, and the base model
-    1  a linear map of the query vectors, in closed form
+    1  a linear map of the query vectors, in closed form; without a model, also by gradients
     2  the query tower, trained against the vectors of all documents
     3  both towers, in trainings of growing length, until dev shows no gain
     4  a second stage, both towers at other learning rates, a gradient cache
@@ -22,22 +22,30 @@ import itertools
 import math
 import shutil
 import statistics
-from collections.abc import Callable, Collection, Mapping, Sequence
+import time
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
+import numpy as np
 import torch
 from safetensors.torch import load_file, save_file
 from torch.nn.functional import normalize
 
 from contaccum import work
+from contaccum.bank.full_softmax import NO_ROW, DocumentBlock
 from contaccum.data.beir import BeirDataset, load_beir_folder, read_split_queries
-from contaccum.data.records import read_records
+from contaccum.data.records import read_passages, read_records
 from contaccum.data.rows import RecordReport
+from contaccum.data.sampling import text_ids
 from contaccum.data.split import CORPUS_FILE, TRAIN_FILE, Split, write_part
 from contaccum.encoders.dual_encoder import DualEncoder
-from contaccum.encoders.linear_map import append_linear_map, solve_linear_map
+from contaccum.encoders.linear_map import (
+    append_linear_map,
+    solve_linear_map,
+    train_linear_map,
+)
 from contaccum.encoders.names import model_name
 from contaccum.evaluation.evaluator import RetrievalEvaluator
 from contaccum.evaluation.results import Run
@@ -49,7 +57,7 @@ from contaccum.retrieval.bm25 import FUSION_DEPTH, fuse_runs
 from contaccum.retrieval.documents import StoreDocuments
 from contaccum.retrieval.encode import CorpusEncoder, encode_texts, model_fingerprint
 from contaccum.retrieval.store import EmbeddingStore
-from contaccum.settings import Settings, replace, to_dict
+from contaccum.settings import DEFAULT_TEMPERATURE, Settings, replace, to_dict
 from contaccum.training.arguments import ContAccumTrainingArguments
 from contaccum.training.passage_store import USELESS_SHARE_OF_BM25
 from contaccum.training.proposal import compute_start_rate, read_width
@@ -69,6 +77,9 @@ RIDGES = (1.0, 10.0, 100.0)
 BLENDS = (0.5, 0.75)
 """The shares of a map or a trained model in its averages with the base model."""
 MAP_FILE = "map.safetensors"
+CANDIDATES_FOLDER = "candidates"
+ANEW_FOLDER = "anew"
+"""The folder of a new model that has encoded all documents."""
 STORE_FOLDER = "store"
 RATE_FACTOR = 3.0
 """Learning rates are tried that are higher or lower by this factor."""
@@ -86,9 +97,14 @@ SMALL_GAIN = 0.002
 MAX_POOL = 2000
 """A dev corpus with more documents than this is reduced for models that must encode it anew."""
 MAX_MAP_PAIRS = 20_000
+MAP_PENALTY = 0.01
+"""The penalty of the map by gradients; see `train_linear_map`."""
 MAX_EPOCHS = 20
 """The largest number of epochs of a training whose length dev decides."""
 
+_GRADIENT_KEY = "gradient"
+_START_KEY = "start"
+_DOCUMENTS_PER_BLOCK = 8192
 _POOL_DEPTH = 10  # top documents of each query in a run; nDCG@10 depends on no others
 _LEAST_SECONDS = 5.0  # for the updates of a training
 _CHEAP_SHARE = 0.2  # of the time left; a query tower that takes less comes before both towers
@@ -107,7 +123,8 @@ class Candidate:
     Attributes:
         name: the name that is printed.
         rung: the rung of the ladder.
-        system: "bm25" alone, the "base" model, a "map" of its query vectors, or a "trained" model.
+        system: "bm25" alone, the "base" model, a "map" of its query vectors, a "trained" model, or
+            a new model that encodes all documents "anew".
         bm25_weight: the weight of BM25 beside the vectors.
         scores: scores on dev, of the vectors and BM25 together.
         vectors: scores on dev of the vectors alone.
@@ -116,7 +133,7 @@ class Candidate:
         settings: {name: value} of the training.
         updates, training_seconds: the number of updates of the training, and their time.
         blend: the share of the map or of the trained weights; the rest is the base model's.
-        ridge: see `solve_linear_map`.
+        ridge: see `solve_linear_map`; None for a map by gradients.
         number: the number in the order of the ladder, as it is printed.
     """
 
@@ -140,11 +157,30 @@ class Candidate:
         """The score on dev by which candidates are compared."""
         return self.scores[MEAN]
 
+    @property
+    def map_key(self) -> str:
+        """The name of the map in `MAP_FILE`."""
+        return _GRADIENT_KEY if self.ridge is None else f"{self.ridge:g}"
+
     def describe(self) -> str:
         """Return the name, with the weight of BM25 if there is one."""
         if self.system == "bm25" or self.bm25_weight == 0:
             return self.name
         return f"{self.name} with BM25"
+
+
+class GivenVectors(NamedTuple):
+    """The user's vectors in place of those of a base model.
+
+    Attributes:
+        documents: the vectors of the documents, which stay as they are.
+        start: None, or the matrix (d, e) with which every map of a new model's queries begins.
+        new_model: the name of this model, which encodes all documents anew for comparison.
+    """
+
+    documents: StoreDocuments
+    start: torch.Tensor | None = None
+    new_model: str = ""
 
 
 def has_no_loss(scores: Scores, free: Candidate) -> bool:
@@ -245,6 +281,7 @@ def write_linear_maps(
     ridges: Sequence[float],
     batch_size: int,
     folder: Path,
+    start: torch.Tensor | None = None,
 ) -> None:
     """Write W of `solve_linear_map` for the training pairs and each ridge to `MAP_FILE`.
 
@@ -253,6 +290,7 @@ def write_linear_maps(
 
     Args:
         documents: the passages' vectors by the base model.
+        start: see `solve_linear_map`.
     """
     queries: list[str] = []
     passages: list[str] = []
@@ -267,8 +305,80 @@ def write_linear_maps(
     x, p = torch.from_numpy(query_vectors).double(), torch.from_numpy(passage_vectors).double()
     if documents.similarity == "cos":
         x, p = normalize(x), normalize(p)
-    maps = {f"{ridge:g}": solve_linear_map(x, p, ridge).contiguous() for ridge in ridges}
-    save_file(maps, folder / MAP_FILE)
+    maps = {f"{ridge:g}": solve_linear_map(x, p, ridge, start) for ridge in ridges}
+    _save_maps(maps, start, folder)
+
+
+def write_trained_map(
+    base: DualEncoder,
+    data: Path,
+    documents: StoreDocuments,
+    batch_size: int,
+    folder: Path,
+    seconds: float,
+    start: torch.Tensor | None = None,
+) -> None:
+    """Write W of `train_linear_map` for the training pairs to `MAP_FILE`.
+
+    Negatives are the documents that training may use, without those of held-out queries. Documents
+    are compared by cosine. Of more than `MAX_MAP_PAIRS` pairs, the first ones are used.
+
+    Args:
+        data: the folder of the split.
+        documents: the documents' vectors by the base model.
+        seconds: the time of the training.
+        start: see `solve_linear_map`.
+    """
+    ends_at = time.monotonic() + seconds
+    corpus = read_passages(data / CORPUS_FILE, RecordReport(), may_be_blank=True)
+    texts = [passage.passage for passage in corpus]
+    matches, rows = documents.match_text_ids(text_ids(texts))
+    matches, first_matches = np.unique(matches, return_index=True)  # of copies, the first one
+    rows = torch.from_numpy(rows[first_matches])
+    number_of_text = {texts[match]: number for number, match in enumerate(matches.tolist())}
+    queries: list[str] = []
+    labels: list[list[int]] = []
+    for record in read_records(data / TRAIN_FILE):
+        known = [number_of_text[text] for text in record.positives if text in number_of_text]
+        for number in known:
+            queries.append(record.query)
+            labels.append([number, *(other for other in known if other != number)])
+        if len(queries) >= MAX_MAP_PAIRS:
+            break
+    width = max(map(len, labels))
+    padded = torch.tensor([label + [NO_ROW] * (width - len(label)) for label in labels])
+
+    def read_documents() -> Iterator[DocumentBlock]:
+        for first in range(0, len(rows), _DOCUMENTS_PER_BLOCK):
+            block = documents.get_embeddings(rows[first : first + _DOCUMENTS_PER_BLOCK])
+            yield DocumentBlock(first, block)
+
+    weights = train_linear_map(
+        normalize(torch.from_numpy(encode_texts(base, queries, "query", batch_size))),
+        documents.get_embeddings(rows[padded[:, 0]]),
+        padded,
+        read_documents,
+        MAP_PENALTY,
+        DEFAULT_TEMPERATURE["cos"],
+        has_time=lambda: time.monotonic() < ends_at,
+        start=start,
+    )
+    _save_maps({_GRADIENT_KEY: weights}, start, folder)
+
+
+def _save_maps(maps: Mapping[str, torch.Tensor], start: torch.Tensor | None, folder: Path) -> None:
+    saved = {name: weights.contiguous() for name, weights in maps.items()}
+    if start is not None:
+        saved[_START_KEY] = start.contiguous()
+    save_file(saved, folder / MAP_FILE)
+
+
+def load_matrix(candidate: Candidate, folder: Path) -> torch.Tensor:
+    """Return the matrix (d, e) of a candidate's map, by which a query vector is multiplied."""
+    maps = load_file(folder / MAP_FILE)
+    weights = maps[candidate.map_key]
+    start = maps.get(_START_KEY, torch.eye(len(weights), dtype=weights.dtype))
+    return start + candidate.blend * weights
 
 
 def encode_corpus(
@@ -311,9 +421,10 @@ def load_candidate(candidate: Candidate, base: DualEncoder, folder: Path) -> Dua
     """
     if candidate.system == "map":
         model = copy.deepcopy(base)
-        weights = load_file(folder / MAP_FILE)[f"{candidate.ridge:g}"]
-        append_linear_map(model, candidate.blend * weights)
+        append_linear_map(model, load_matrix(candidate, folder))
         return model
+    if candidate.system == "anew":
+        return load_trained(folder / TRAINING_FOLDER, base)
     if candidate.system == "trained":
         return merge_models(base, load_trained(folder / TRAINING_FOLDER, base), candidate.blend)
     return base
@@ -361,6 +472,7 @@ class Ladder:
         has_bm25: False: search with vectors alone.
         ends_at: the seconds of the budget after which the ladder ends.
         guards: {name: other data}, on which a candidate must not lose more than `LARGEST_LOSS`.
+        given: the vectors that are given; then nothing but their map can be trained.
     """
 
     def __init__(
@@ -374,6 +486,7 @@ class Ladder:
         has_bm25: bool,
         ends_at: float,
         guards: Mapping[str, BeirDataset],
+        given: GivenVectors | None = None,
     ) -> None:
         self.job = job
         self.base = base
@@ -383,9 +496,10 @@ class Ladder:
         self._seconds_per_document = seconds_per_document
         self._split = split
         self._has_bm25 = has_bm25
+        self.given = given
         self._has_one_tower = job.given.get("towers") == "one"
         self._ends_at = ends_at
-        self._folder = job.folder / "candidates"
+        self._folder = job.folder / CANDIDATES_FOLDER
         self._dev_folder = job.data / "dev"
         self._kinds = read_kinds(self._dev_folder)
         self._dev: DevSet | None = None
@@ -401,7 +515,6 @@ class Ladder:
         self._num_pool_documents = 0  # until the pool is made
         self._free_on_pool: Candidate | None = None
         self._least_seconds = _LEAST_SECONDS
-        self._width = read_width(self.settings.model)
         self._has_fixed_length = bool({"max_steps", "num_train_epochs"} & job.given.keys())
 
     # Time, choice and scores ----------------------------------------------------------------------
@@ -429,7 +542,9 @@ class Ladder:
 
     @property
     def free(self) -> Candidate:
-        """The best search without training."""
+        """The best search without training; of a new model's queries, encoding all anew."""
+        if self.given is not None and self.given.new_model:
+            return self.base_candidate
         free = [each for each in self.candidates if each.rung == FREE]
         if not self._has_bm25:
             free = [each for each in free if each.system != "bm25"]
@@ -442,6 +557,9 @@ class Ladder:
         best of them with those of the upper rungs among the documents of the pool.
         """
         free = self.free
+        if free.system == "anew":  # the question is what the best map costs
+            maps = [each for each in self.candidates if each.system == "map"]
+            return max(maps, key=lambda each: each.score, default=free)
         lower = [each for each in self.candidates if FREE < each.rung <= QUERY_TOWER]
         upper = [each for each in self.candidates if each.rung > QUERY_TOWER]
         if not upper or not self._has_pool():
@@ -532,6 +650,10 @@ class Ladder:
     def climb(self) -> None:
         """Make the candidates of all rungs for which there is time."""
         self._search_without_training()
+        if self.given is not None:
+            self._fit_linear_map()
+            self._train_linear_map()
+            return
         has_query_tower = False
         if not self._has_one_tower:
             reason = explain_no_query_side(self.settings, self.job.given)
@@ -550,8 +672,12 @@ class Ladder:
 
     def _search_without_training(self) -> None:
         def score() -> list[dict[str, Any]]:
-            bm25 = Candidate("BM25", FREE, "bm25")
+            has_texts = self.documents is None or self.documents.has_texts
+            bm25 = Candidate("BM25" if has_texts else "BM25, without texts", FREE, "bm25")
             base = Candidate(model_name(self.settings.model), FREE, "base")
+            if self.given is not None and self.given.new_model:
+                name = f"{self.given.new_model}, all encoded anew"
+                base = Candidate(name, FREE, "anew", folder=ANEW_FOLDER)
             return [self._score(bm25, self._dev), self._score(base, self._dev)]
 
         self._add("no_training", lambda folder: work.on_first_rank(score))
@@ -565,16 +691,47 @@ class Ladder:
             assert self.documents is not None
             train_file = self.job.data / TRAIN_FILE
             batch_size = self.job.batch_size
-            write_linear_maps(self.base, train_file, self.documents, RIDGES, batch_size, folder)
+            start = self.given.start if self.given is not None else None
+            write_linear_maps(
+                self.base, train_file, self.documents, RIDGES, batch_size, folder, start
+            )
             rows = []
+            if start is not None:
+                shown = "map of documents alone"
+                candidate = Candidate(shown, LINEAR_MAP, "map", folder=name, ridge=1.0, blend=0.0)
+                rows.append(self._score(candidate, self._dev))
             for ridge in RIDGES:
                 shown = f"linear map, ridge {ridge:g}"
                 candidate = Candidate(shown, LINEAR_MAP, "map", folder=name, ridge=ridge)
                 rows.append(self._score(candidate, self._dev))
-            best = Candidate(**max(rows, key=lambda row: row["scores"][MEAN]))
+            solved = rows[-len(RIDGES) :]
+            best = Candidate(**max(solved, key=lambda row: row["scores"][MEAN]))
             return rows + [self._score(_blend(best, blend), self._dev) for blend in BLENDS]
 
         self._add(name, lambda folder: work.on_first_rank(fit_and_score, folder))
+
+    def _train_linear_map(self) -> None:
+        name = "trained_map"
+        seconds = self.left() - (1 + len(BLENDS)) * self._seconds_per_score
+        if not self._is_done(name) and seconds <= 0:
+            return
+
+        def train_and_score(folder: Path) -> list[dict[str, Any]]:
+            assert self.documents is not None
+            started = time.monotonic()
+            data, batch_size = self.job.data, self.job.batch_size
+            start = self.given.start if self.given is not None else None
+            write_trained_map(self.base, data, self.documents, batch_size, folder, seconds, start)
+            candidate = Candidate(
+                "linear map by gradients",
+                LINEAR_MAP,
+                "map",
+                folder=name,
+                training_seconds=time.monotonic() - started,
+            )
+            return [self._score(_blend(candidate, blend), self._dev) for blend in (1.0, *BLENDS)]
+
+        self._add(name, lambda folder: work.on_first_rank(train_and_score, folder))
 
     def _train_query_tower(self, largest_share: float) -> None:
         """Train the query tower at the first rate, and at others.
@@ -799,7 +956,8 @@ class Ladder:
         bm25, base = self.candidates[:2]
         is_base_weak = base.vectors[MEAN] < USELESS_SHARE_OF_BM25 * bm25.score
         has_adapter = self.settings.lora_r is not None
-        return compute_start_rate(method, self._width, has_adapter, is_base_weak)
+        width = read_width(self.settings.model)
+        return compute_start_rate(method, width, has_adapter, is_base_weak)
 
     def _make_settings(self, method: str, **changes: Any) -> Settings:
         store = str(self.job.store)

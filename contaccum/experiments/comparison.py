@@ -54,6 +54,7 @@ def search_test_set(
     base_candidate: Candidate,
     chosen: Candidate,
     folder: Path,
+    base_folder: Path | None = None,
 ) -> dict[str, SystemResult]:
     """Search the test set with BM25, both models, and both with BM25 beside them.
 
@@ -63,6 +64,7 @@ def search_test_set(
         base_candidate: the base model, with the weight of BM25 beside it.
         chosen: the chosen candidate.
         folder: the folder with its map or its model.
+        base_folder: the folder of ``base_candidate``, if it is a new model.
 
     Returns:
         {system: result} with the systems `SYSTEMS`.
@@ -70,7 +72,7 @@ def search_test_set(
     bm25 = evaluator.search_bm25()
     runs = {
         "bm25": bm25,
-        "base": evaluator.search(base),
+        "base": search_with(base_candidate, base, base_folder or folder, evaluator),
         "trained": search_with(chosen, base, folder, evaluator),
     }
     for name, candidate in (("base", base_candidate), ("trained", chosen)):

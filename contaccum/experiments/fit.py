@@ -34,6 +34,7 @@ from contaccum.data.near_duplicates import find_near_duplicates, group_queries
 from contaccum.data.records import Columns, parse_columns, read_records
 from contaccum.data.rows import OnBadRecord, RecordReport
 from contaccum.data.split import CORPUS_FILE, TRAIN_FILE, Future, Split, read_split
+from contaccum.data.vectors import SIDES, find_vectors
 from contaccum.defaults import DEFAULT_MODEL
 from contaccum.distributed import rank, world_size
 from contaccum.encoders.dual_encoder import DualEncoder
@@ -46,9 +47,11 @@ from contaccum.evaluation.metrics import BETTER, WORSE, sign_flip_test
 from contaccum.experiments.budget import format_duration, measure_seconds_per_document
 from contaccum.experiments.candidates import (
     BOTH_TOWERS,
+    MAP_FILE,
     MEAN,
     Candidate,
     DevSet,
+    GivenVectors,
     Ladder,
     encode_corpus,
     load_candidate,
@@ -70,6 +73,7 @@ from contaccum.experiments.proposed import (
 )
 from contaccum.experiments.request import parse_duration, read_given
 from contaccum.experiments.run import TRAINING_FOLDER, Job
+from contaccum.experiments.vectors import load_new_model, load_vectors, write_map
 from contaccum.experiments.verdict import (
     Verdict,
     compute_verdicts,
@@ -77,7 +81,14 @@ from contaccum.experiments.verdict import (
     warn_of_test,
     write_verdicts_to_card,
 )
-from contaccum.files import AnyPath, atomic_folder, hash_path, provenance, write_text
+from contaccum.files import (
+    AnyPath,
+    atomic_folder,
+    hash_path,
+    provenance,
+    require_exists,
+    write_text,
+)
 from contaccum.progress import StatusLine
 from contaccum.report.fit_page import build_fit_page
 from contaccum.retrieval.bm25 import fuse_runs, write_bm25_weight
@@ -156,6 +167,8 @@ def fit(
     future: Future | None = None,
     bm25: bool = True,
     guard: AnyPath | Sequence[AnyPath] | None = None,
+    vectors: AnyPath | None = None,
+    new_queries: AnyPath | None = None,
     print_line: Callable[[str], None] = print,
     **settings: Any,
 ) -> FitResult:
@@ -184,6 +197,10 @@ def fit(
         bm25: False: search with vectors alone, for engines that have no BM25.
         guard: BEIR folders or public names of other data. No candidate is chosen that loses more
             than 0.01 nDCG@10 on one of them.
+        vectors: a folder with the vectors of queries and documents, in place of a model, whose
+            ladder ends after the linear map; see docs/vectors.md.
+        new_queries: a new model that encodes the queries, while the documents keep their old
+            ``vectors``. The verdict says what that costs against encoding all documents anew.
         print_line: is called with each line for the user.
         settings: options of `contaccum train`, such as ``learning_rate=1e-5``, which `fit` then
             does not choose. None stands for an option that is not given.
@@ -208,7 +225,12 @@ def fit(
     )
     folder = Path(output).expanduser().absolute()
     seconds = parse_duration(budget)
-    args = check_given(models[0], given)
+    vectors_folder = None if vectors is None else Path(vectors).expanduser()
+    if vectors_folder is not None:
+        models = check_vectors(vectors_folder, models, new_queries, guard, given)
+    elif new_queries is not None:
+        raise ConfigError("new_queries needs the old vectors of the documents: give vectors")
+    args = check_given(models[0] if models else DEFAULT_MODEL, given)
     guards = {name: load_beir(name) for name in list_names(guard)}
     if len(models) == 1:  # of several, one that cannot be loaded is left out
         require_model(models[0])
@@ -216,6 +238,8 @@ def fit(
         "work": "a fit",
         "version": __version__,
         "model": [hash_path(name) for name in models],
+        "vectors": vectors_folder and hash_path(str(vectors_folder)),
+        "new queries": new_queries is not None,
         "bm25": bm25,
         "guard": {name: dataset.fingerprint for name, dataset in guards.items()},
         "device": args.device.type,
@@ -232,15 +256,27 @@ def fit(
             lambda: f"{time_budget.used_here() / 60:.1f} of {seconds / 60:.3g} minutes",
         )
         job = Job(folder, request, given, args, time_budget, status)
-        split = hold_out(job, pairs, guards)
+        texts = pairs
+        given_vectors = None
+        if vectors_folder is not None:
+            sides = SIDES if new_queries is None else ("documents",)
+            base, documents, texts = load_vectors(job, vectors_folder, pairs, sides)
+            given_vectors = GivenVectors(documents)
+        split = hold_out(job, texts, guards)
         # Only now, because a folder in which nothing was done stays empty.
         quiet.enter_context(status.quiet(folder / LOG_FILE if rank() == 0 else Path(os.devnull)))
-        base_model = choose_base_model(job, models)
-        # If a larger budget has found a better base model, all that follows is done again.
-        job = job._replace(request={**request, "base model": models.index(base_model)})
-        base, proposed = load_base(job, base_model)
-        documents, seconds_per_document = encode_documents(job, base, base_model)
-        num_folds = pairs.count_folds(split)
+        if vectors_folder is None:
+            base_model = choose_base_model(job, models)
+            # If a larger budget has found a better base model, all that follows is done again.
+            job = job._replace(request={**request, "base model": models.index(base_model)})
+            base, proposed = load_base(job, base_model)
+            documents, seconds_per_document = encode_documents(job, base, base_model)
+        else:
+            base_model = str(vectors_folder)
+            if new_queries is not None:
+                base, given_vectors = load_new_model(job, models[0], documents)
+            proposed, seconds_per_document = replace(Settings(), model=base_model), 0.0
+        num_folds = texts.count_folds(split)
         ladder = Ladder(
             job,
             base,
@@ -248,9 +284,10 @@ def fit(
             documents,
             seconds_per_document,
             split,
-            has_bm25=bm25,
+            has_bm25=bm25 and (documents is None or documents.has_texts),
             ends_at=(_LADDER_SHARE if num_folds > 1 else 1.0) * seconds - _END_SECONDS,
             guards=guards,
+            given=given_vectors,
         )
         climb(ladder)
         chosen = ladder.get_best()
@@ -258,7 +295,7 @@ def fit(
         fold_scores: list[ScoreColumns] = []
         if chosen.system in ("map", "trained"):
             fold_scores = score_other_folds(
-                job, ladder, chosen, pairs, num_folds, seconds_per_document
+                job, ladder, chosen, texts, num_folds, seconds_per_document
             )
         record = work.on_first_rank(
             judge, job, ladder, chosen, pairs, base_model, split, fold_scores
@@ -267,17 +304,51 @@ def fit(
     for kind, values in record["verdicts"].items():
         verdicts[kind] = Verdict(**{field.name: values[field.name] for field in fields(Verdict)})
     shown = Path(output).expanduser()  # as the user wrote it
+    result = f"model: {shown / 'model'}" if vectors is None else f"map: {shown / MAP_FILE}"
     for line in (
         *(f"warning: {warning}" for warning in record["warnings"]),
         *map(str, verdicts.values()),
         *record["lines"],
-        f"model: {shown / 'model'}   report: {shown / REPORT_FILE}",
+        f"{result}   report: {shown / REPORT_FILE}",
     ):
         job.print_line(line)
     return FitResult(verdicts, folder, record["warnings"], base.trust_remote_code)
 
 
 # The stages, in their order -----------------------------------------------------------------------
+
+
+def check_vectors(
+    vectors: Path,
+    models: Sequence[str],
+    new_queries: AnyPath | None,
+    guard: AnyPath | Sequence[AnyPath] | None,
+    given: Mapping[str, Any],
+) -> list[str]:
+    """Refuse what cannot be done with vectors in place of a model, and a folder without vectors.
+
+    Returns:
+        The new model, if there is one.
+
+    Raises:
+        UserError: also if several processes run.
+    """
+    require_exists(vectors)
+    for side in SIDES if new_queries is None else ("documents",):
+        find_vectors(vectors, side)
+    used = {"use_cpu", "disable_tqdm"}
+    if new_queries is not None:
+        used |= {"query_max_length", "passage_max_length", "query_prompt", "passage_prompt"}
+        used.add("trust_remote_code")
+    unused = ["guard"] * bool(guard) + ["model"] * (models != [DEFAULT_MODEL])
+    unused += sorted(given.keys() - used)
+    if unused:
+        raise ConfigError(
+            f"{unused[0]} is set, but with vectors only a map of the query vectors is made: drop it"
+        )
+    if world_size() > 1:
+        raise ConfigError("vectors need a single process: start without torchrun")
+    return [os.path.expanduser(name) for name in list_names(new_queries)]
 
 
 def hold_out(job: Job, pairs: Pairs, guards: Mapping[str, BeirDataset]) -> Split:
@@ -546,9 +617,11 @@ def score_other_folds(
                 break
             job.print_line(f"split {number + 1} of {num_folds}: training and testing again")
             job.status.start(f"split {number + 1}")
-            base_candidate = ladder.base_candidate
+            base, base_candidate = ladder.base, ladder.base_candidate
             scores.append(
-                score_fold(number, job, pairs, ladder.base, base_candidate, chosen, first_dev)
+                score_fold(
+                    number, job, pairs, base, base_candidate, chosen, first_dev, ladder.given
+                )
             )
     return scores
 
@@ -571,15 +644,20 @@ def judge(
         evaluator = RetrievalEvaluator(test_set, batch_size=job.batch_size)
         evaluator.documents = ladder.documents
         folder = ladder.get_folder(chosen)
-        results = search_test_set(evaluator, base, base_candidate, chosen, folder)
+        base_folder = ladder.get_folder(base_candidate)
+        results = search_test_set(evaluator, base, base_candidate, chosen, folder, base_folder)
     first_scores = collect_scores(test_set, results)
     scores = pool_scores([first_scores, *fold_scores])
     verdicts = compute_verdicts(scores, free, chosen, 1 + len(fold_scores))
     words = {verdict.word for verdict in verdicts.values()}
     is_recommended = BETTER in words and WORSE not in words
-    recommended = chosen if is_recommended else free
-    write_model(job, ladder, recommended)
-    write_verdicts_to_card(job.folder / "model", verdicts.values(), model_name(base_model))
+    recommended = chosen if is_recommended or free.system == "anew" else free
+    if ladder.given is None:
+        write_model(job, ladder, recommended)
+        write_verdicts_to_card(job.folder / "model", verdicts.values(), model_name(base_model))
+    else:
+        dimension = ladder.given.documents.dimension
+        write_map(recommended, ladder.get_folder(recommended), dimension, job.folder / MAP_FILE)
     write_config(job, chosen)
     warnings = []
     for verdict in verdicts.values():
@@ -588,6 +666,17 @@ def judge(
     paths = {"path": str(pairs.path), "corpus": pairs.corpus and str(pairs.corpus)}
     lines = [describe_vectors(scores)] if chosen.system != "bm25" else []
     free_system = "bm25" if free.system == "bm25" else "base_with_bm25"
+    table = tabulate(
+        results,
+        first_scores,
+        verdicts,
+        ladder.candidates,
+        chosen,
+        free_system,
+        groups=scores["group"],
+    )
+    if ladder.documents is not None and not ladder.documents.has_texts:
+        table = [row for row in table if "BM25" not in row["name"]]
     record = {
         "request": {**job.request, "settings": dict(job.given), **asdict(pairs), **paths},
         "verdict": records[0],
@@ -595,17 +684,10 @@ def judge(
         "lines": lines,
         "warnings": warnings,
         "model": model_name(base_model),
+        "has_model": ladder.given is None,
         "data": paths,
         "split": asdict(split),
-        "scores": tabulate(
-            results,
-            first_scores,
-            verdicts,
-            ladder.candidates,
-            chosen,
-            free_system,
-            groups=scores["group"],
-        ),
+        "scores": table,
         "candidates": [asdict(candidate) for candidate in ladder.candidates],
         "free": free.number,
         "chosen": chosen.number,

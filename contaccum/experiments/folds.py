@@ -33,7 +33,14 @@ from contaccum.data.split import (
 from contaccum.encoders.dual_encoder import DualEncoder
 from contaccum.errors import ConfigError
 from contaccum.evaluation.evaluator import RetrievalEvaluator
-from contaccum.experiments.candidates import Candidate, encode_corpus, write_linear_maps
+from contaccum.experiments.candidates import (
+    CANDIDATES_FOLDER,
+    Candidate,
+    GivenVectors,
+    encode_corpus,
+    write_linear_maps,
+    write_trained_map,
+)
 from contaccum.experiments.comparison import ScoreColumns, collect_scores, search_test_set
 from contaccum.experiments.run import Job, train
 from contaccum.files import atomic_folder, hash_path, require_exists
@@ -181,6 +188,7 @@ def score_fold(
     base_candidate: Candidate,
     chosen: Candidate,
     first_dev: BeirDataset,
+    given: GivenVectors | None = None,
 ) -> ScoreColumns:
     """Train the chosen candidate on a further fold, and return the scores of its test queries.
 
@@ -192,25 +200,36 @@ def score_fold(
         base: the base model.
         base_candidate, chosen: see `search_test_set`.
         first_dev: the dev set of fold 0, by which the candidate was chosen.
+        given: the vectors that are given; None: the base model encodes the documents.
     """
     folder = job.folder / "folds" / str(number)
     data = folder / "data"
     store = folder / "base_store"  # not the name of a candidate's own store
 
+    def open_documents() -> StoreDocuments:
+        return given.documents if given else StoreDocuments(EmbeddingStore.open(store))
+
     def hold_out() -> None:
         pairs.hold_out(data, number)
-        encode_corpus(job, base, "base", data / CORPUS_FILE, store)
-        if chosen.system == "map":
-            assert chosen.ridge is not None
-            documents = StoreDocuments(EmbeddingStore.open(store))
+        start = given.start if given else None
+        if given is None:
+            encode_corpus(job, base, "base", data / CORPUS_FILE, store)
+        if chosen.system == "map" and chosen.ridge is None:
+            documents, seconds = open_documents(), 2 * chosen.training_seconds  # it may be busier
+            write_trained_map(base, data, documents, job.batch_size, folder, seconds, start)
+        elif chosen.system == "map":
+            train_file = data / TRAIN_FILE
             ridges = [chosen.ridge]
-            write_linear_maps(base, data / TRAIN_FILE, documents, ridges, job.batch_size, folder)
+            write_linear_maps(
+                base, train_file, open_documents(), ridges, job.batch_size, folder, start
+            )
 
     def test() -> ScoreColumns:
         test_set = load_beir_folder(data / "test", "test")
         evaluator = RetrievalEvaluator(test_set, batch_size=job.batch_size)
-        evaluator.documents = StoreDocuments(EmbeddingStore.open(store))
-        results = search_test_set(evaluator, base, base_candidate, chosen, folder)
+        evaluator.documents = open_documents()
+        base_folder = job.folder / CANDIDATES_FOLDER / base_candidate.folder
+        results = search_test_set(evaluator, base, base_candidate, chosen, folder, base_folder)
         return collect_scores(test_set, results, number, first_dev)
 
     def score() -> ScoreColumns:

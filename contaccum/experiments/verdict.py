@@ -54,6 +54,7 @@ class Verdict:
         free_name, chosen_name: what is compared.
         folds: the number of splits that the queries come from.
         kind: the documents of the queries, "new" or "known", if each has a verdict; else "".
+        keeps_index: True if ``free`` encodes all documents anew, and ``chosen`` does not.
     """
 
     word: str
@@ -72,10 +73,15 @@ class Verdict:
     chosen_name: str
     folds: int = 1
     kind: str = ""
+    keeps_index: bool = False
 
     @property
     def advice(self) -> str:
         """A sentence with advice for the user; empty if training has paid."""
+        if self.keeps_index and self.word != WORSE:
+            return "The old index with the map is not significantly worse: nothing must be encoded."
+        if self.keeps_index:
+            return "The old index with the map is worse: encode all documents anew."
         if self.word == BETTER:
             return ""
         where = f"{self.kind} documents" if self.kind else "the test set"
@@ -96,6 +102,9 @@ class Verdict:
                 f"{self.free_name}, which has {self.free:.3f} on {queries}: keep it"
             )
         line = f"{self.word}{where}: {difference}; from {self.free_name} to {self.chosen_name}"
+        if self.keeps_index:
+            keeps = "encode all documents anew" if self.word == WORSE else "keep the old index"
+            return f"{line}; {keeps}"
         if self.word != BETTER:
             line += f"; keep {self.free_name}"
         return line
@@ -114,6 +123,7 @@ def compute_verdict(
     metric: str = "NDCG@10",
     folds: int = 1,
     kind: str = "",
+    keeps_index: bool = False,
 ) -> Verdict:
     """Compute the verdict on some queries from their scores.
 
@@ -124,7 +134,7 @@ def compute_verdict(
         queries: the queries.
         metric: the name of the metric.
         folds: the number of splits that the queries come from.
-        kind: see `Verdict`.
+        kind, keeps_index: see `Verdict`.
     """
     free, chosen, bm25 = (
         {query: scores[system][query] for query in queries} for system in (*systems, "bm25")
@@ -147,6 +157,7 @@ def compute_verdict(
         chosen_name=names[1],
         folds=folds,
         kind=kind,
+        keeps_index=keeps_index,
     )
 
 
@@ -168,10 +179,12 @@ def compute_verdicts(
         queries = {present[0] if len(present) == 1 else "all": list(scores["known"])}
     systems = ("bm25" if free.system == "bm25" else "base_with_bm25", "trained_with_bm25")
     names = (free.describe(), chosen.describe())
+    keeps_index = free.system == "anew" and chosen.system == "map"
     verdicts = {}
     for kind, members in queries.items():
+        shown = kind if has_both else ""
         verdicts[kind] = compute_verdict(
-            scores, systems, names, members, folds=folds, kind=kind if has_both else ""
+            scores, systems, names, members, folds=folds, kind=shown, keeps_index=keeps_index
         )
     return verdicts
 

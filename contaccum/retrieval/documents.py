@@ -33,10 +33,12 @@ class StoreDocuments:
         store: the store.
         similarity: "cos" or "dot".
         dimension: d, dimension of the embeddings.
+        has_texts: False if ids stand for the texts, so that BM25 cannot search them.
     """
 
     def __init__(self, store: EmbeddingStore) -> None:
         self.store = store
+        self.has_texts = True
         self.similarity: str = store.similarity
         self.dimension: int = store.shape[1]
         self._appended = np.empty((0, self.dimension), dtype=np.float32)

@@ -79,7 +79,7 @@ class FaissSearcher:
         index_parameters: str | None = None,
         precision: str = "float32",
         show_progress_bar: bool = True,
-        embeddings: Mapping[Kind, np.ndarray] | None = None,
+        embeddings: Mapping[Kind, Embeddings] | None = None,
     ) -> None:
         self.model = model
         self.batch_size = batch_size
@@ -135,7 +135,7 @@ class FaissSearcher:
             run[query_id] = dict(list(hits.items())[:top_k])
         return run
 
-    def _encode(self, kind: Kind, texts: Sequence[str]) -> np.ndarray:
+    def _encode(self, kind: Kind, texts: Sequence[str]) -> Embeddings:
         if kind in self.embeddings:
             return self.embeddings[kind]
         return encode_texts(
@@ -190,8 +190,9 @@ def build_index(
             SQ are built on the first GPU and searched on all of them; others run on the CPU.
         metric: "cos" or "dot"; None: the similarity of the store, "cos" for an array. With "cos",
             normalised copies are compared; the array of the caller does not change.
-        ids: N document ids for an array; None: the row numbers. Documents with equal scores are
-            ordered by id, descending, as by trec_eval; row numbers are compared as numbers.
+        ids: N document ids; None: those of the store, or the row numbers of an array. Documents
+            with equal scores are ordered by id, descending, as by trec_eval; row numbers are
+            compared as numbers.
         parameters: FAISS search parameters, such as "nprobe=32" or "efSearch=128". Unless they have
             another ``nprobe``, one eighth of the lists of an inverted file is searched.
 
@@ -205,10 +206,10 @@ def build_index(
     metric = metric or getattr(embeddings, "similarity", None) or "cos"
     index, parameters = check_factory(factory, dimension, num_rows, metric, parameters)
     get_ids: GetIds = np.asarray  # row numbers
-    if isinstance(embeddings, EmbeddingStore):
-        get_ids = embeddings.ids
-    elif ids is not None:
+    if ids is not None:
         get_ids = np.array(ids, dtype=object).__getitem__
+    elif isinstance(embeddings, EmbeddingStore):
+        get_ids = embeddings.ids
     if factory == "Flat":
         return DenseIndex(embeddings, get_ids, factory, metric, parameters, gpus=find_gpus())
     gpus = _find_gpus_of_faiss(index)
