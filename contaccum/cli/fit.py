@@ -56,6 +56,7 @@ def run(argv: Sequence[str]) -> int:
         future=args.future,
         bm25=args.bm25,
         guard=args.guard,
+        generated=args.generated,
         print_line=print_at_once,
         **settings,
     )
@@ -70,7 +71,7 @@ def _require_files(args: argparse.Namespace) -> None:
     SplitSettings(args.dev, args.test, future=args.future)
     parse_columns(args.corpus_columns, "corpus_columns")
     data = Path(args.data).expanduser()
-    for path in (data, args.corpus):
+    for path in (data, args.corpus, args.generated):
         if path is not None:
             require_exists(path.expanduser())
     if not (data / SPLIT_RECORD).is_file():
@@ -135,6 +136,12 @@ def _make_parser() -> Parser:
         metavar="SET",
         help="other data, BEIR folders or public names, on which the model must not lose more than "
         "0.01 nDCG@10",
+    )
+    parser.add_argument(
+        "--generated",
+        type=Path,
+        metavar="PATH",
+        help="questions of contaccum questions, or other pairs, that are never in dev or test",
     )
     parser.add_argument(
         "--require",

@@ -176,6 +176,7 @@ def fit(
     future: Future | None = None,
     bm25: bool = True,
     guard: AnyPath | Sequence[AnyPath] | None = None,
+    generated: AnyPath | None = None,
     print_line: Callable[[str], None] = print,
     **settings: Any,
 ) -> FitResult:
@@ -204,6 +205,8 @@ def fit(
         bm25: False: search with vectors alone, for engines that have no BM25.
         guard: BEIR folders or public names of other data. No candidate is chosen that loses more
             than 0.01 nDCG@10 on one of them.
+        generated: questions that a model has generated, to train on only: none of them is in dev
+            or test. Candidates with and without them are compared on dev.
         print_line: is called with each line for the user.
         settings: options of `contaccum train`, such as ``learning_rate=1e-5``, which `fit` then
             does not choose. None stands for an option that is not given.
@@ -225,6 +228,7 @@ def fit(
         test=test,
         future=future,
         min_score=min_score,
+        generated=None if generated is None else Path(generated).expanduser(),
     )
     folder = Path(output).expanduser().absolute()
     seconds = parse_duration(budget)
@@ -590,7 +594,7 @@ def judge(
         results = search_test_set(evaluator, base, base_candidate, chosen, folder)
     first_scores = collect_scores(test_set, results)
     scores = pool_scores([first_scores, *fold_scores])
-    verdicts = compute_verdicts(scores, free, chosen, 1 + len(fold_scores))
+    verdicts = compute_verdicts(scores, free, chosen, 1 + len(fold_scores), split.questions)
     words = {verdict.word for verdict in verdicts.values()}
     is_recommended = BETTER in words and WORSE not in words
     recommended = chosen if is_recommended else free
@@ -601,7 +605,11 @@ def judge(
     for verdict in verdicts.values():
         warnings += warn_of_test(verdict)
     records = [verdict.record() for verdict in verdicts.values()]
-    paths = {"path": str(pairs.path), "corpus": pairs.corpus and str(pairs.corpus)}
+    paths = {
+        name: value and str(value)
+        for name, value in vars(pairs).items()
+        if name in ("path", "corpus", "generated")
+    }
     lines = [describe_vectors(scores)] if chosen.system != "bm25" else []
     record = {
         "request": {**job.request, "settings": dict(job.given), **asdict(pairs), **paths},
