@@ -17,8 +17,9 @@ import re
 import time
 from bisect import bisect
 from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
+from itertools import islice
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 from urllib.parse import urlsplit
@@ -65,14 +66,16 @@ _QUOTES = "\"'`*\u201c\u201d "
 _LEADING_WORD = re.compile(r"^(question|query|claim|keywords)\s*:\s*", re.IGNORECASE)
 _THOUGHTS = re.compile(r"<think>.*?</think>", re.DOTALL)
 
-Prompts = Mapping[int, list[dict[str, str]]]
-"""{number of a document: chat}, in the order of the calls."""
+Prompt = tuple[int, list[dict[str, str]]]
+"""The number of a document, and the chat that is sent."""
 Answers = dict[int, dict[str, Any]]
 """{number of a document: answer}; see `ask`."""
 
 
-def make_prompts(documents: Sequence[Passage], pairs: Sequence[tuple[str, str]]) -> Prompts:
-    """Return a prompt for each document, in a random order that is always the same.
+def make_prompts(
+    documents: Sequence[Passage], pairs: Sequence[tuple[str, str]]
+) -> Iterator[Prompt]:
+    """Yield a prompt for each document, in a random order that is always the same.
 
     Args:
         documents: the documents.
@@ -83,7 +86,6 @@ def make_prompts(documents: Sequence[Passage], pairs: Sequence[tuple[str, str]])
     order = random_numbers.sample(range(len(documents)), len(documents))
     by_length = sorted(pairs, key=lambda pair: len(pair[1]))
     lengths = [len(passage) for _, passage in by_length]
-    prompts = {}
     for start in range(0, len(order), _BLOCK):
         block = sorted(order[start : start + _BLOCK], key=lambda row: len(documents[row].passage))
         examples: list[tuple[str, str]] = []
@@ -104,8 +106,7 @@ def make_prompts(documents: Sequence[Passage], pairs: Sequence[tuple[str, str]])
                 chat.append({"role": "user", "content": f"{start_of_chat}Passage: {text}"})
                 chat.append({"role": "assistant", "content": query})
                 start_of_chat = ""
-            prompts[row] = chat[:-1]
-    return prompts
+            yield row, chat[:-1]
 
 
 def make_client(url: str) -> openai.OpenAI:
@@ -174,7 +175,8 @@ def read_answers(file: Path) -> Answers:
 
 
 def ask_all(
-    prompts: Prompts,
+    prompts: Iterator[Prompt],
+    num_prompts: int,
     file: Path,
     client: openai.OpenAI,
     llm: str,
@@ -201,9 +203,9 @@ def ask_all(
     answers = read_answers(file)
     seconds_before = max((answer["seconds"] for answer in answers.values()), default=0.0)
     started = time.monotonic() - seconds_before
-    missing = [row for row in prompts if row not in answers]
-    missing = missing[: int(max(0, min(len(missing), max_calls - len(answers))))]
-    progress = tqdm(total=len(missing), desc="questions", disable=not show_progress)
+    num_missing = int(max(0, min(num_prompts, max_calls) - len(answers)))
+    missing = islice((prompt for prompt in prompts if prompt[0] not in answers), num_missing)
+    progress = tqdm(total=num_missing, desc="questions", disable=not show_progress)
     running: dict[Future[dict[str, Any]], int] = {}
 
     def write(row: int, answer: dict[str, Any]) -> None:
@@ -218,12 +220,12 @@ def ask_all(
     with progress, ThreadPoolExecutor(concurrency) as pool:
         num_running = 1
         try:
-            while missing or running:
-                if time.monotonic() - started >= max_seconds:
-                    missing.clear()
-                while missing and len(running) < num_running:
-                    row = missing.pop(0)
-                    running[pool.submit(ask, client, llm, request, prompts[row])] = row
+            while True:
+                has_time = time.monotonic() - started < max_seconds
+                for row, chat in islice(missing, num_running - len(running) if has_time else 0):
+                    running[pool.submit(ask, client, llm, request, chat)] = row
+                if not running:
+                    break
                 for future in wait(running, return_when=FIRST_COMPLETED).done:
                     row = running.pop(future)
                     answer = future.result()

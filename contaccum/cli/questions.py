@@ -67,10 +67,10 @@ def run(argv: Sequence[str]) -> int:
         "llm": args.llm,
         "request": request,
     }
-    prompts = questions.make_prompts(documents, pairs)
     with begin(work, identity, "contaccum questions", may_restart=False):
         answers = questions.ask_all(
-            prompts,
+            questions.make_prompts(documents, pairs),
+            len(documents),
             work / "answers.jsonl",
             client,
             args.llm,
