@@ -9,6 +9,8 @@ from typing import Any
 
 from contaccum.errors import ConfigError
 
+KEY_VARIABLE = "CONTACCUM_ENDPOINT_KEY"
+"""Environment variable with the key of a server, which is sent as a bearer token."""
 _CREDENTIAL_NAME = re.compile(
     r"(?:^|_)(?:TOKEN|KEY|SECRET|PASSWORD|PASSWD|PASSPHRASE)(?:_|$)|PASSWORD$|APIKEY$", re.I
 )
@@ -65,6 +67,19 @@ def refuse_credentials(options: Mapping[str, Any]) -> None:
             "an option contains a credential, and options are written to files: put it into the "
             "environment"
         )
+
+
+def read_endpoint_key() -> str:
+    """Return the key of a server from the environment; "" without one.
+
+    Raises:
+        ConfigError: for a key with characters that no key has. The error of an HTTP library would
+            show the key.
+    """
+    key = os.environ.get(KEY_VARIABLE, "").strip()
+    if not (key.isascii() and key.isprintable()):
+        raise ConfigError(f"{KEY_VARIABLE} has characters that no key has: copy the key again")
+    return key
 
 
 def _redact(content: Any, credentials: list[tuple[str, str]]) -> Any:

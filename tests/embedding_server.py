@@ -66,17 +66,18 @@ class EmbeddingServer:
 
 
 @contextmanager
-def run_server(embed: Embed) -> Iterator[EmbeddingServer]:
-    """Run a server in a thread."""
+def run_server(embed: Any, make_server: Any = EmbeddingServer) -> Iterator[Any]:
+    """Run a server, which is made from its URL and `embed`, in a thread."""
 
     class Handler(BaseHTTPRequestHandler):
         def do_POST(self) -> None:
             length = int(self.headers["Content-Length"])
             request = json.loads(self.rfile.read(length))
             status, answer = server.respond(self.path, request, self.headers["Authorization"])
-            content = json.dumps(answer).encode()
+            content = answer if isinstance(answer, bytes) else json.dumps(answer).encode()
             self.send_response(status)
             self.send_header("Location", server.location)
+            self.send_header("Retry-After-Ms", "1")
             self.send_header("Content-Type", "application/json")
             self.send_header("Content-Length", str(len(content)))
             self.end_headers()
@@ -86,7 +87,7 @@ def run_server(embed: Embed) -> Iterator[EmbeddingServer]:
             """Print nothing."""
 
     with ThreadingHTTPServer(("127.0.0.1", 0), Handler) as http_server:
-        server = EmbeddingServer(f"http://127.0.0.1:{http_server.server_port}", embed)
+        server = make_server(f"http://127.0.0.1:{http_server.server_port}", embed)
         thread = Thread(target=http_server.serve_forever, kwargs={"poll_interval": 0.01})
         thread.start()
         yield server

@@ -32,6 +32,7 @@ COMMANDS = {
     "train": "train a retriever from YAML configs and command-line options",
     "evaluate": "score a model on BEIR data with FAISS",
     "mine": "mine hard negatives for training data",
+    "questions": "write questions for documents with a language model, to train on",
     "encode": "encode a corpus of any size into a memory-mapped embedding store",
     "search": "search an embedding store for queries and write a TREC run",
     "export": "write a model as folders that embedding servers can load",

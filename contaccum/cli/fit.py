@@ -53,7 +53,7 @@ def _require_files(args: argparse.Namespace) -> None:
     SplitSettings(args.dev, args.test, future=args.future)
     parse_columns(args.corpus_columns, "corpus_columns")
     data = Path(args.data).expanduser()
-    for path in (data, args.corpus, args.vectors):
+    for path in (data, args.corpus, args.vectors, args.generated):
         if path is not None:
             require_exists(path.expanduser())
     if not (data / SPLIT_RECORD).is_file():
@@ -145,6 +145,12 @@ def _make_parser() -> Parser:
         metavar="MODEL",
         help="with --vectors: a new model for queries, whose vectors are mapped to the old ones of "
         "the documents; the verdict says what it costs against encoding all documents anew",
+    )
+    parser.add_argument(
+        "--generated",
+        type=Path,
+        metavar="PATH",
+        help="questions of contaccum questions, or other pairs, that are never in dev or test",
     )
     parser.add_argument(
         "--require",

@@ -102,6 +102,10 @@ _MIN_SCORE_REMEDY = (
 _LIST = re.compile(r"""\[\]|[\[{]\s*[\[{]?['"].*[\]}]""", re.DOTALL)
 """A list or an object of texts, as pandas writes it into a cell."""
 
+GENERATED_BY = "generated_by"
+"""The field with the name of the model that wrote a query."""
+_DATA_DESIGNER_FIELDS = ("deduplicated_qa_pairs", "chunks")
+
 CORPUS_FIELDS = {
     "id": ("_id", "id", "docid", "doc_id", "pid", "passage_id"),
     "text": ("text", "passage", "contents"),
@@ -230,7 +234,7 @@ def _read_rows(
     else:
         rows = read_json_lines(path)
     fields: dict[str, None] = {}
-    for line, row in rows:
+    for line, row in _expand_data_designer(rows):
         if not isinstance(row, Fault):
             fields.update(dict.fromkeys(row))
         yield line, row
@@ -244,6 +248,31 @@ def _read_rows(
             raise DataError(
                 one_line(f"{path}: no record has the field {quoted(name)}, {found} ({remedy})")
             )
+
+
+def _expand_data_designer(rows: Rows) -> Rows:
+    """Yield a row for each question of the rows of data-designer-retrieval-sdg; others as they are.
+
+    Such a row has the chunks of a file, and questions with the numbers of the chunks that answer
+    them.
+    """
+    for line, row in rows:
+        if isinstance(row, Fault) or not all(name in row for name in _DATA_DESIGNER_FIELDS):
+            yield line, row
+            continue
+        questions, chunks = (row[name] for name in _DATA_DESIGNER_FIELDS)
+        try:
+            texts = {chunk["chunk_id"]: chunk["text"] for chunk in chunks}
+            found = []
+            for pair in questions:
+                positive = [texts[number] for number in pair["segment_ids"]]
+                found.append({"query": pair["question"], "positive": positive})
+        except (KeyError, TypeError) as error:
+            detail = f"{type(error).__name__} {quoted(str(error))}"
+            yield line, Fault("questions or chunks of another form", detail)
+            continue
+        for pair in found:
+            yield line, {**pair, GENERATED_BY: "data-designer-retrieval-sdg"}
 
 
 def _load_dataset(path: Path, data_format: str, split: str | None) -> Any:
@@ -354,6 +383,7 @@ class RecordSource:
         self._min_score = min_score
         self._first_record: Record | None = None
         self._unused_fields: list[str] = []
+        self.num_generated = 0  # used records that name what has generated them
         self._chosen: tuple[str, str] | None = None  # names of the query's and positive's fields
         self._names = _list_names(FIELDS, self._columns)
         if self.data_format == "beir" and (self._columns or min_score is not None or needs_scores):
@@ -505,6 +535,7 @@ class RecordSource:
                 if role not in ("query", "positive") and is_read:
                     used_names.update(names)
             self._unused_fields = [name for name in row if name not in used_names]
+        self.num_generated += row.get(GENERATED_BY) is not None
         return Record(query, list(positives), list(others), scores)
 
     def _choose_field(self, role: str, row: Mapping[str, Any]) -> str:

@@ -95,6 +95,7 @@ LEAST_KNOWN_PASSAGES = 20
 
 TRAIN_FILE = "train.jsonl"
 CORPUS_FILE = "corpus.jsonl"
+WITH_GENERATED_FILE = "train_with_generated.jsonl"
 
 Future = Literal["known", "new", "both"]
 """Documents of the queries that a model is made for: known to training, new, or both."""
@@ -163,6 +164,7 @@ class Split:
         positives_added: number of positives of dev and test that the given corpus lacks and that
             were added to the documents of dev and test.
         has_own_test: whether the data came with a test set.
+        generated: number of records that name what has generated them.
     """
 
     train: int
@@ -181,6 +183,15 @@ class Split:
     folds: int
     positives_added: int
     has_own_test: bool
+    generated: int
+
+    @property
+    def questions(self) -> str:
+        """The kind of the test queries: "generated", "partly generated", or "" if they are not."""
+        if self.generated == 0 or self.has_own_test:
+            return ""
+        is_mixed = self.generated < self.records + self.dev + self.test
+        return "partly generated" if is_mixed else "generated"
 
     def summary(self) -> str:
         """Return one line: the numbers of queries, near-duplicates, and positives added."""
@@ -215,6 +226,11 @@ class Split:
             if self.folds > 1:
                 warning += " `contaccum split` holds out other queries with --fold 1, 2, ..."
             warnings.append(warning)
+        if self.questions == "partly generated":
+            warnings.append(
+                f"{self.generated:,} records are generated, and some of them are in dev and test; "
+                "to train on them only, give them to contaccum fit as --generated"
+            )
         if self.left_out:
             warnings.append(
                 f"{self.left_out:,} training records are left out: "
@@ -332,6 +348,7 @@ def split_data(
             folds=num_folds,
             positives_added=positives_added,
             has_own_test=own_test is not None,
+            generated=data.num_generated,
         )
         write_json(folder / SPLIT_RECORD, {**asdict(split), **provenance()})
     return split
@@ -770,6 +787,60 @@ def _format_record(record: Record) -> str:
     if record.scores is not None:
         content["scores"] = record.scores
     return json.dumps(content, ensure_ascii=False) + "\n"
+
+
+def add_to_training(folder: Path, source: RecordSource, report: RecordReport) -> str:
+    """Write the training records of a split, and further ones, to `WITH_GENERATED_FILE`.
+
+    Their documents are added to `CORPUS_FILE`. A further record is left out if its query is one of
+    dev or test, or nearly so, or if a document of it is new there: the verdict on new documents is
+    about those without any training query.
+
+    Args:
+        folder: the folder of a split.
+        source: the further records, such as generated questions.
+
+    Returns:
+        A line for the user.
+
+    Raises:
+        DataError: no further record is left.
+    """
+    training = list(RecordSource(folder / TRAIN_FILE).records(RecordReport()))
+    training_positives = _collect_positives(training)
+    held_out: list[str] = []
+    new_documents: list[str] = []
+    for side in ("dev", "test"):
+        dataset = load_beir_folder(folder / side, "test")
+        for query_id, query in dataset.queries.items():
+            held_out.append(query)
+            for positive in get_positives(dataset, query_id):
+                if normalise(positive) not in training_positives:
+                    new_documents.append(positive)
+    further = list(source.records(report))
+    positives = {text for record in further for text in record.positives}
+    positives = {text for text in positives if normalise(text) not in training_positives}
+    refused = find_near_duplicates(positives, new_documents)
+    refused |= find_near_duplicates((record.query for record in further), held_out + new_documents)
+    added = [each for each in further if refused.isdisjoint([each.query, *each.positives])]
+    if not added:
+        raise DataError(
+            f"{source.path}: all {len(further):,} records have queries of dev or test, or new "
+            "documents of these (generate questions for other documents)"
+        )
+    documents = list(read_passages(folder / CORPUS_FILE, RecordReport(), may_be_blank=True))
+    known = {get_words(text) for document in documents for text in _get_texts(document)}
+    for record in added:
+        for positive in record.positives:
+            if get_words(positive) not in known:
+                known.add(get_words(positive))
+                documents.append(_make_document(normalise(positive), positive))
+    write_text(folder / CORPUS_FILE, (format_document(*document) for document in documents))
+    write_text(folder / WITH_GENERATED_FILE, map(_format_record, [*training, *added]))
+    return (
+        f"{source.path}: {len(added):,} questions are added to training; left out, because like "
+        f"a query of dev or test, or about a new document: {len(further) - len(added):,}"
+    )
 
 
 def judge_documents(

@@ -8,7 +8,6 @@ lists their commonest causes.
 from __future__ import annotations
 
 import math
-import os
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -26,11 +25,9 @@ from contaccum.encoders.settings import Kind, get_prompt, is_tied
 from contaccum.errors import ConfigError, UserError, quoted
 from contaccum.evaluation.beir import evaluate_beir
 from contaccum.evaluation.results import EvaluationResult, markdown_table
-from contaccum.redaction import redact
+from contaccum.redaction import KEY_VARIABLE, read_endpoint_key, redact
 from contaccum.retrieval.encode import encode_texts
 
-KEY_VARIABLE = "CONTACCUM_ENDPOINT_KEY"
-"""Environment variable with the server's key, which is sent as a bearer token."""
 RETRIES = Retry(
     total=5,
     backoff_factor=0.5,  # pauses of 0, 1, 2, 4 and 8 seconds
@@ -85,10 +82,7 @@ def embed(
 
 def _add_key(request: requests.PreparedRequest) -> requests.PreparedRequest:
     """Add the key; with a key in the session's headers, a password in ~/.netrc would replace it."""
-    key = os.environ.get(KEY_VARIABLE, "").strip()
-    if not (key.isascii() and key.isprintable()):  # the error of the HTTP library would show it
-        raise ConfigError(f"{KEY_VARIABLE} has characters that no key has: copy the key again")
-    if key:
+    if key := read_endpoint_key():
         request.headers["Authorization"] = f"Bearer {key}"
     return request
 

@@ -39,7 +39,13 @@ from contaccum.data.beir import BeirDataset, load_beir_folder, read_split_querie
 from contaccum.data.records import read_passages, read_records
 from contaccum.data.rows import RecordReport
 from contaccum.data.sampling import text_ids
-from contaccum.data.split import CORPUS_FILE, TRAIN_FILE, Split, write_part
+from contaccum.data.split import (
+    CORPUS_FILE,
+    TRAIN_FILE,
+    WITH_GENERATED_FILE,
+    Split,
+    write_part,
+)
 from contaccum.encoders.dual_encoder import DualEncoder
 from contaccum.encoders.linear_map import (
     append_linear_map,
@@ -134,6 +140,7 @@ class Candidate:
         updates, training_seconds: the number of updates of the training, and their time.
         blend: the share of the map or of the trained weights; the rest is the base model's.
         ridge: see `solve_linear_map`; None for a map by gradients.
+        train_file: the name of the file of its training records in the folder of the split.
         number: the number in the order of the ladder, as it is printed.
     """
 
@@ -150,6 +157,7 @@ class Candidate:
     training_seconds: float = 0.0
     blend: float = 1.0
     ridge: float | None = None
+    train_file: str = TRAIN_FILE
     number: int = 0
 
     @property
@@ -497,6 +505,7 @@ class Ladder:
         self._split = split
         self._has_bm25 = has_bm25
         self.given = given
+        self._train_file = TRAIN_FILE
         self._has_one_tower = job.given.get("towers") == "one"
         self._ends_at = ends_at
         self._folder = job.folder / CANDIDATES_FOLDER
@@ -661,6 +670,13 @@ class Ladder:
             if reason:
                 self.job.print_line(f"the query tower is not trained alone: {reason}")
             self._fit_linear_map()
+        if work.on_first_rank((self.job.data / WITH_GENERATED_FILE).is_file):
+            self._train_file = WITH_GENERATED_FILE
+            if not self._has_one_tower:
+                self._fit_linear_map()
+                maps = [each for each in self.candidates if each.rung == LINEAR_MAP]
+                if maps:  # all further trainings have the questions of the best one
+                    self._train_file = max(maps, key=lambda each: each.score).train_file
         if has_query_tower:
             self._train_query_tower(_CHEAP_SHARE)
         self._train_both_towers()
@@ -669,6 +685,10 @@ class Ladder:
             # Trainings of both towers may need more time than is left, because their models encode
             # the documents.
             self._train_query_tower(1.0)
+
+    @property
+    def _shown_questions(self) -> str:
+        return ", with generated questions" if self._train_file == WITH_GENERATED_FILE else ""
 
     def _search_without_training(self) -> None:
         def score() -> list[dict[str, Any]]:
@@ -683,13 +703,13 @@ class Ladder:
         self._add("no_training", lambda folder: work.on_first_rank(score))
 
     def _fit_linear_map(self) -> None:
-        name = "linear_map"
+        name = "linear_map" if self._train_file == TRAIN_FILE else "linear_map-generated"
         if not self._is_done(name) and self.left() <= 0:
             return
 
         def fit_and_score(folder: Path) -> list[dict[str, Any]]:
             assert self.documents is not None
-            train_file = self.job.data / TRAIN_FILE
+            train_file = self.job.data / self._train_file
             batch_size = self.job.batch_size
             start = self.given.start if self.given is not None else None
             write_linear_maps(
@@ -701,8 +721,14 @@ class Ladder:
                 candidate = Candidate(shown, LINEAR_MAP, "map", folder=name, ridge=1.0, blend=0.0)
                 rows.append(self._score(candidate, self._dev))
             for ridge in RIDGES:
-                shown = f"linear map, ridge {ridge:g}"
-                candidate = Candidate(shown, LINEAR_MAP, "map", folder=name, ridge=ridge)
+                candidate = Candidate(
+                    f"linear map, ridge {ridge:g}{self._shown_questions}",
+                    LINEAR_MAP,
+                    "map",
+                    folder=name,
+                    ridge=ridge,
+                    train_file=self._train_file,
+                )
                 rows.append(self._score(candidate, self._dev))
             solved = rows[-len(RIDGES) :]
             best = Candidate(**max(solved, key=lambda row: row["scores"][MEAN]))
@@ -884,6 +910,7 @@ class Ladder:
                 settings=to_dict(two_stages),
                 updates=first.updates + trained.updates,
                 training_seconds=first.training_seconds + trained.seconds,
+                train_file=first.train_file,
             )
 
             def score() -> list[dict[str, Any]]:
@@ -925,13 +952,14 @@ class Ladder:
                 trained = train(limited, folder, self.job.status, seconds)
                 written = replace(settings, learning_rates=trained.rates)
             candidate = Candidate(
-                f"{shown}, {trained.updates} updates",
+                f"{shown}, {trained.updates} updates{self._shown_questions}",
                 rung,
                 "trained",
                 folder=name,
                 settings=to_dict(written),
                 updates=trained.updates,
                 training_seconds=trained.seconds,
+                train_file=self._train_file,
             )
 
             def score() -> list[dict[str, Any]]:
@@ -960,6 +988,7 @@ class Ladder:
         return compute_start_rate(method, width, has_adapter, is_base_weak)
 
     def _make_settings(self, method: str, **changes: Any) -> Settings:
+        changes["train_data"] = [str(self.job.data / self._train_file)]
         store = str(self.job.store)
         return make_settings(self.settings, method, self.job.given, store, **changes)
 

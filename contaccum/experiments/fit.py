@@ -169,6 +169,7 @@ def fit(
     guard: AnyPath | Sequence[AnyPath] | None = None,
     vectors: AnyPath | None = None,
     new_queries: AnyPath | None = None,
+    generated: AnyPath | None = None,
     print_line: Callable[[str], None] = print,
     **settings: Any,
 ) -> FitResult:
@@ -201,6 +202,8 @@ def fit(
             ladder ends after the linear map; see docs/vectors.md.
         new_queries: a new model that encodes the queries, while the documents keep their old
             ``vectors``. The verdict says what that costs against encoding all documents anew.
+        generated: questions that a model has generated, to train on only: none of them is in dev
+            or test. Candidates with and without them are compared on dev.
         print_line: is called with each line for the user.
         settings: options of `contaccum train`, such as ``learning_rate=1e-5``, which `fit` then
             does not choose. None stands for an option that is not given.
@@ -222,6 +225,7 @@ def fit(
         test=test,
         future=future,
         min_score=min_score,
+        generated=None if generated is None else Path(generated).expanduser(),
     )
     folder = Path(output).expanduser().absolute()
     seconds = parse_duration(budget)
@@ -648,7 +652,7 @@ def judge(
         results = search_test_set(evaluator, base, base_candidate, chosen, folder, base_folder)
     first_scores = collect_scores(test_set, results)
     scores = pool_scores([first_scores, *fold_scores])
-    verdicts = compute_verdicts(scores, free, chosen, 1 + len(fold_scores))
+    verdicts = compute_verdicts(scores, free, chosen, 1 + len(fold_scores), split.questions)
     words = {verdict.word for verdict in verdicts.values()}
     is_recommended = BETTER in words and WORSE not in words
     recommended = chosen if is_recommended or free.system == "anew" else free
@@ -663,7 +667,11 @@ def judge(
     for verdict in verdicts.values():
         warnings += warn_of_test(verdict)
     records = [verdict.record() for verdict in verdicts.values()]
-    paths = {"path": str(pairs.path), "corpus": pairs.corpus and str(pairs.corpus)}
+    paths = {
+        name: value and str(value)
+        for name, value in vars(pairs).items()
+        if name in ("path", "corpus", "generated")
+    }
     lines = [describe_vectors(scores)] if chosen.system != "bm25" else []
     free_system = "bm25" if free.system == "bm25" else "base_with_bm25"
     table = tabulate(

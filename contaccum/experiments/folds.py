@@ -24,9 +24,11 @@ from contaccum.data.split import (
     CORPUS_FILE,
     FEW_TEST_QUERIES,
     TRAIN_FILE,
+    WITH_GENERATED_FILE,
     Future,
     Split,
     SplitSettings,
+    add_to_training,
     read_split,
     split_data,
 )
@@ -65,6 +67,7 @@ class Pairs:
         dev, test, future: the sizes of the held-out sets, and the documents of their queries; see
             `SplitSettings`.
         min_score: the least score or label of a pair that is a match; see `read_records`.
+        generated: generated questions, in any format of docs/data.md, to train on only.
 
     Raises:
         ConfigError: for a size or a ``future`` that does not exist.
@@ -80,6 +83,7 @@ class Pairs:
     test: float | None = None
     future: Future | None = None
     min_score: float | None = None
+    generated: Path | None = None
 
     def __post_init__(self) -> None:
         SplitSettings(self.dev, self.test, future=self.future)
@@ -94,7 +98,8 @@ class Pairs:
             ConfigError: for a file that does not exist or cannot be read.
         """
         description = asdict(self)
-        for name, path in (("data", self.path), ("corpus", self.corpus)):
+        files = {"data": self.path, "corpus": self.corpus, "generated": self.generated}
+        for name, path in files.items():
             description[name] = None
             if path is not None:
                 require_exists(path)
@@ -110,6 +115,8 @@ class Pairs:
     def hold_out(self, folder: Path, fold: int = 0, show_progress: bool = False) -> list[str]:
         """Split the pairs into train, dev and test in a folder, unless the folder exists.
 
+        Generated questions are added to those of train, in a file of their own.
+
         Args:
             fold: the number of the split, from 0. The test sets of two folds have no query in
                 common.
@@ -122,8 +129,13 @@ class Pairs:
         Raises:
             UserError: for data that cannot be read or split.
         """
-        if folder.exists():
-            return []
+        lines = [] if folder.exists() else self._split(folder, fold, show_progress)
+        if self.generated is not None and not (folder / WITH_GENERATED_FILE).exists():
+            report = RecordReport(self.on_bad_record)
+            lines.append(add_to_training(folder, RecordSource(self.generated), report))
+        return lines
+
+    def _split(self, folder: Path, fold: int, show_progress: bool) -> list[str]:
         if self.is_split:
             self._copy_split(folder)
             return []
@@ -154,7 +166,7 @@ class Pairs:
             DataError: if the record of the split cannot be read.
         """
         for name, value in vars(self).items():
-            if value is not None and name not in ("path", "on_bad_record"):
+            if value is not None and name not in ("path", "on_bad_record", "generated"):
                 raise ConfigError(
                     f"{name} is set, but {self.path} is a split already: drop it, or give the pairs"
                 )
@@ -204,6 +216,7 @@ def score_fold(
     """
     folder = job.folder / "folds" / str(number)
     data = folder / "data"
+    train_file = data / chosen.train_file
     store = folder / "base_store"  # not the name of a candidate's own store
 
     def open_documents() -> StoreDocuments:
@@ -218,7 +231,6 @@ def score_fold(
             documents, seconds = open_documents(), 2 * chosen.training_seconds  # it may be busier
             write_trained_map(base, data, documents, job.batch_size, folder, seconds, start)
         elif chosen.system == "map":
-            train_file = data / TRAIN_FILE
             ridges = [chosen.ridge]
             write_linear_maps(
                 base, train_file, open_documents(), ridges, job.batch_size, folder, start
@@ -237,7 +249,7 @@ def score_fold(
         if chosen.system == "trained":
             settings = replace(Settings(), **chosen.settings)
             changes: dict[str, Any] = {
-                "train_data": [str(data / TRAIN_FILE)],
+                "train_data": [str(train_file)],
                 "blend": 1.0,  # it is made of the trained model when that is loaded
                 "trust_remote_code": base.trust_remote_code,  # not by a file of somebody else
             }

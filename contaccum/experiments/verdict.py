@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import statistics
 from collections.abc import Collection, Iterable, Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -55,6 +55,7 @@ class Verdict:
         folds: the number of splits that the queries come from.
         kind: the documents of the queries, "new" or "known", if each has a verdict; else "".
         keeps_index: True if ``free`` encodes all documents anew, and ``chosen`` does not.
+        questions: the kind of the queries; see `Split`.
     """
 
     word: str
@@ -74,6 +75,7 @@ class Verdict:
     folds: int = 1
     kind: str = ""
     keeps_index: bool = False
+    questions: str = ""
 
     @property
     def advice(self) -> str:
@@ -95,7 +97,8 @@ class Verdict:
             queries += f" in {self.folds} splits"
         test = {**asdict(self), "p_value": self.p}
         difference = describe_difference(self.metric, self.free, self.chosen, queries, test)
-        where = f" on {self.kind} documents" if self.kind else ""
+        where = f" on {self.questions} questions" if self.questions else ""
+        where += f" on {self.kind} documents" if self.kind else ""
         if self.free_name == self.chosen_name:
             return (
                 f"{self.word}{where}: nothing that was trained is better on dev than "
@@ -162,7 +165,7 @@ def compute_verdict(
 
 
 def compute_verdicts(
-    scores: ScoreColumns, free: Candidate, chosen: Candidate, folds: int = 1
+    scores: ScoreColumns, free: Candidate, chosen: Candidate, folds: int = 1, questions: str = ""
 ) -> dict[str, Verdict]:
     """Compute a verdict on new documents and one on known documents, if each has enough queries.
 
@@ -183,9 +186,10 @@ def compute_verdicts(
     verdicts = {}
     for kind, members in queries.items():
         shown = kind if has_both else ""
-        verdicts[kind] = compute_verdict(
+        verdict = compute_verdict(
             scores, systems, names, members, folds=folds, kind=shown, keeps_index=keeps_index
         )
+        verdicts[kind] = replace(verdict, questions=questions)
     return verdicts
 
 

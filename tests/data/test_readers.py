@@ -576,3 +576,25 @@ def test_a_min_score_that_no_pair_reaches_is_named(tmp_path):
     path = write_lines(tmp_path / "data.jsonl", [record] * 3)
     with pytest.raises(DataError, match=r"no records left to use; .*3 score below min_score"):
         list(read_records(path, min_score=1))
+
+
+def test_a_file_of_data_designer_is_read_with_a_record_for_each_question(tmp_path):
+    row = {
+        "file_name": ["a.txt"],
+        "chunks": [{"chunk_id": n, "text": f"text {n}"} for n in (1, 2, 3)],
+        "deduplicated_qa_pairs": [
+            {"question": "first", "answer": "x", "segment_ids": [2], "hop_count": 1},
+            {"question": "second", "answer": "y", "segment_ids": [1, 3], "hop_count": 2},
+        ],
+        "qa_evaluations": {"evaluations": []},
+    }
+    source = RecordSource(put(tmp_path / "a.jsonl", lines([row, row])))
+    records = list(source.records(RecordReport()))
+    assert [(each.query, each.positives) for each in records[:2]] == [
+        ("first", ["text 2"]),
+        ("second", ["text 1", "text 3"]),
+    ]
+    assert source.num_generated == len(records) == 4
+    row["deduplicated_qa_pairs"][0]["segment_ids"] = [9]
+    with pytest.raises(DataError, match=r"a\.jsonl:1: questions or chunks of another form"):
+        read(put(tmp_path / "a.jsonl", lines([row])))

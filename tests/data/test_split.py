@@ -17,6 +17,7 @@ from contaccum.data.records import RecordSource, parse_columns
 from contaccum.data.rows import RecordReport
 from contaccum.data.split import (
     SplitSettings,
+    add_to_training,
     choose_sides,
     read_split,
     split_data,
@@ -1046,3 +1047,49 @@ def test_a_folder_that_exists_is_not_written_over(tmp_path):
     pairs = write_lines(tmp_path / "pairs.jsonl", make_pairs(40))
     with pytest.raises(ConfigError, match="exists already"):
         split_data(RecordSource(pairs), tmp_path)
+
+
+def test_generated_questions_are_added_to_training_alone(tmp_path):
+    records = make_pairs(60)
+    split_data(RecordSource(write_lines(tmp_path / "pairs.jsonl", records)), tmp_path / "split")
+    test = read_texts_by_side(tmp_path / "split")["test"]
+    [training_pair, *_] = read_lines(tmp_path / "split" / "train.jsonl")
+    further = make_pairs(4, seed=1)
+    generated = [
+        *further,
+        {"query": make_pairs(1, seed=2)[0]["query"], "positive": training_pair["positive"]},
+        {"query": test.queries[0] + "?", "positive": training_pair["positive"]},
+        {"query": make_pairs(1, seed=3)[0]["query"], "positive": test.passages[0] + "."},
+        {"query": test.passages[1], "positive": training_pair["positive"]},
+    ]
+    path = write_lines(tmp_path / "generated.jsonl", generated)
+    line = add_to_training(tmp_path / "split", RecordSource(path), RecordReport())
+    assert "5 questions are added" in line
+    assert line.endswith(": 3")
+    before = read_lines(tmp_path / "split" / "train.jsonl")
+    after = read_lines(tmp_path / "split" / "train_with_generated.jsonl")
+    assert after == [*before, *generated[:5]]
+    assert read_texts_by_side(tmp_path / "split")["test"] == test
+    documents = [row["text"] for row in read_lines(tmp_path / "split" / "corpus.jsonl")]
+    assert len(documents) == len(set(documents))
+    assert {row["positive"] for row in further} <= set(documents)
+    write_lines(path, generated[6:7])
+    with pytest.raises(DataError, match="all 1 records"):
+        add_to_training(tmp_path / "split", RecordSource(path), RecordReport())
+
+
+@pytest.mark.parametrize(
+    ("num_generated", "questions"), [(0, ""), (30, "partly generated"), (60, "generated")]
+)
+def test_a_split_counts_generated_questions(tmp_path, num_generated, questions):
+    records = make_pairs(60)
+    for record in records[:num_generated]:
+        record["generated_by"] = "a model"
+    source = RecordSource(write_lines(tmp_path / "pairs.jsonl", records))
+    split = split_data(source, tmp_path / "split")
+    assert read_split(tmp_path / "split") == split
+    assert split.generated == num_generated
+    assert split.questions == questions
+    assert any("give them to contaccum fit as --generated" in x for x in split.warnings()) == (
+        questions == "partly generated"
+    )

@@ -18,7 +18,7 @@ import pytest
 import torch
 import yaml
 from sample_texts import WORDS
-from small_data import write_lines
+from small_data import read_lines, write_lines
 from tiny_models import tiny_encoder
 from translations import make_questions, make_translations
 
@@ -136,6 +136,35 @@ def test_all_results_are_in_one_folder(root, trained):
     assert page.count("NDCG@10 on new documents") == 1
     query = make_translations(1, 5)[0]["query"]
     assert trained.model.encode_query([query]).shape == (1, trained.model.get_embedding_dimension())
+
+
+def test_generated_questions_are_compared_on_dev_and_are_never_in_dev_or_test(root, tmp_path):
+    """The data are generated too, and the verdict says so."""
+    data = [{**pair, "generated_by": "a model"} for pair in make_translations(200, 0)]
+    generated = [{**pair, "generated_by": "a model"} for pair in make_translations(100, 3)]
+    result = contaccum.fit(
+        write_lines(tmp_path / "data.jsonl", data),
+        model=str(root / "fresh"),
+        budget="10m",
+        output=tmp_path / "out",
+        test=100,
+        generated=write_lines(tmp_path / "generated.jsonl", generated),
+        **{**SETTINGS, "num_train_epochs": 1},
+    )
+    assert " on generated questions: " in str(result.verdict)
+    record = json.loads((tmp_path / "out" / "fit.json").read_text())
+    names = {row["name"] for row in record["candidates"]}
+    assert {"linear map, ridge 1", "linear map, ridge 1, with generated questions"} <= names
+    maps = [row for row in record["candidates"] if row["system"] == "map"]
+    best = max(maps, key=lambda row: row["scores"]["mean"])
+    trained = [row for row in record["candidates"] if row["system"] == "trained"]
+    assert {row["train_file"] for row in trained} == {best["train_file"]}
+    train_file = str(tmp_path / "out" / "data" / best["train_file"])
+    assert trained[0]["settings"]["train_data"] == [train_file]
+    texts = {row["query"] for row in generated}
+    for side in ("dev", "test"):
+        held_out = read_lines(tmp_path / "out" / "data" / side / "queries.jsonl")
+        assert texts.isdisjoint(row["text"] for row in held_out)
 
 
 @pytest.fixture(scope="module")

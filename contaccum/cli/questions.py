@@ -1,0 +1,182 @@
+"""`contaccum questions DOCS`: write questions for documents with a language model on a server."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import math
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from contaccum import __version__, questions
+from contaccum.cli.options import Parser, load_model, parse_positive_int, print_at_once
+from contaccum.data.corpus import read_texts
+from contaccum.data.records import parse_columns, read_records
+from contaccum.data.rows import RecordReport
+from contaccum.encoders.names import require_model
+from contaccum.errors import ConfigError, DataError, quoted
+from contaccum.experiments.request import parse_duration
+from contaccum.files import fingerprint, require_exists, write_text
+from contaccum.redaction import refuse_credentials
+
+_NUM_SHOWN = 3  # questions
+
+
+def run(argv: Sequence[str]) -> int:
+    """Ask for questions, write those to keep, and return exit code 0.
+
+    Raises:
+        UserError: if the arguments, the files or the server cannot be used, or no question is left.
+    """
+    args = _parse_arguments(argv)
+    max_calls, max_seconds = math.inf, math.inf
+    if args.budget is not None and args.budget.isdecimal():
+        max_calls = int(args.budget)
+    elif args.budget is not None:
+        max_seconds = parse_duration(args.budget)
+    request = _parse_request(args.request)
+    client = questions.make_client(args.endpoint)
+    work = args.output.with_suffix(".answers")
+    if args.output.exists() and not work.exists():
+        raise ConfigError(f"{args.output}: exists already; name another file, or remove it")
+    if args.model is not None:
+        require_model(args.model)
+    require_exists(args.documents)
+    report = RecordReport(args.on_bad_record)
+    passages = read_texts(args.documents, "document", report, args.corpus_columns)
+    documents = [passage for passage in passages if passage.passage]
+    if len(documents) <= args.top_k:
+        raise DataError(
+            f"{args.documents}: has {len(documents)} documents with a text, so each one would be "
+            f"among the first {args.top_k}: give more documents, or a lower --top_k"
+        )
+    pairs = []
+    if args.like is not None:
+        columns = parse_columns(args.data_columns)
+        for record in read_records(args.like, args.data_format, columns=columns):
+            pairs.append((record.query, record.positives[0]))
+    manner = f"like those of {args.like}" if pairs else f"of {len(questions.KINDS)} kinds"
+    print_at_once(f"{len(documents):,} documents: asking {args.llm} for questions {manner}")
+    from contaccum.experiments.run import begin
+
+    identity = {
+        "version": __version__,
+        "documents": fingerprint(*documents),
+        "like": fingerprint(*pairs),
+        "llm": args.llm,
+        "request": request,
+    }
+    with begin(work, identity, "contaccum questions", may_restart=False):
+        answers = questions.ask_all(
+            questions.make_prompts(documents, pairs),
+            len(documents),
+            work / "answers.jsonl",
+            client,
+            args.llm,
+            request,
+            args.concurrency,
+            max_calls,
+            max_seconds,
+            not args.no_progress,
+        )
+        model = None if args.model is None else load_model(args.model, args)
+        known_queries = [query for query, _ in pairs]
+        records, reasons = questions.select_questions(
+            answers, documents, known_queries, args.top_k, args.llm, model
+        )
+        left_out = ", ".join(f"{number:,} {reason}" for reason, number in reasons.most_common())
+        num_tokens = sum(answer["tokens"] for answer in answers.values())
+        print_at_once(
+            f"{len(answers):,} answers with {num_tokens:,} tokens; left out: {left_out or 'none'}"
+        )
+        if not records:
+            raise DataError(f"{args.documents}: no question is left; try another --llm")
+        lines = [json.dumps(record, ensure_ascii=False) + "\n" for record in records]
+        write_text(args.output, lines)
+    for record in records[:_NUM_SHOWN]:
+        print(f"{quoted(record['query'], 120)} for {quoted(record['positive'])}")
+    print(f"written: {len(records):,} questions in {args.output}")
+    return 0
+
+
+def _parse_request(text: str) -> dict[str, Any]:
+    """Return the fields of each request: the usual ones with the changes of the user."""
+    try:
+        fields = {**questions.REQUEST, **json.loads(text)}
+    except (ValueError, TypeError) as error:
+        raise ConfigError(
+            f"--request {quoted(text)}: not a JSON object such as '{{\"temperature\": 1.0}}'"
+        ) from error
+    refuse_credentials(fields)
+    return {name: value for name, value in fields.items() if value is not None}
+
+
+def _parse_arguments(argv: Sequence[str]) -> argparse.Namespace:
+    """Parse the command line."""
+    parser = Parser(
+        "questions",
+        "Write questions for documents with a language model on a server with OpenAI's interface. "
+        "A question is kept if a search finds its document.",
+        "corpus_columns",
+        "on_bad_record",
+        "device",
+        "trust_remote_code",
+        "no_progress",
+        usage="contaccum questions DOCS --endpoint URL --llm NAME --output PATH [OPTIONS]",
+    )
+    key = f"its key is in {questions.KEY_VARIABLE}"
+    add = parser.add_argument
+    add("documents", type=Path, metavar="DOCS", help="documents, as for contaccum encode")
+    add(
+        "--endpoint",
+        required=True,
+        metavar="URL",
+        help=f"server, such as http://localhost:11434; {key}",
+    )
+    add("--llm", required=True, metavar="NAME", help="model of the server")
+    add(
+        "--output",
+        type=Path,
+        required=True,
+        metavar="PATH",
+        help="file of the questions; all answers are in a folder beside it",
+    )
+    add(
+        "--like",
+        type=Path,
+        metavar="DATA",
+        help="your pairs, as examples; default: questions of four kinds",
+    )
+    parser.add_data_options()
+    add(
+        "--budget",
+        metavar="TIME|CALLS",
+        help="of all starts, such as 30m or 500; default: all documents",
+    )
+    add(
+        "--top_k",
+        type=parse_positive_int,
+        default=10,
+        metavar="K",
+        help="a document must be among the first K for its question; default: %(default)s",
+    )
+    add(
+        "--model",
+        metavar="MODEL",
+        help="encoder that searches for documents that BM25 does not find",
+    )
+    add(
+        "--concurrency",
+        type=parse_positive_int,
+        default=4,
+        metavar="N",
+        help="calls at the same time; default: %(default)s",
+    )
+    add(
+        "--request",
+        default="{}",
+        metavar="JSON",
+        help=f"changes to the fields of each request, {json.dumps(questions.REQUEST)}",
+    )
+    return parser.parse(argv)
