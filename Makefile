@@ -7,6 +7,8 @@ BIN := $(VENV)/bin
 PIP_FLAGS ?= --disable-pip-version-check --no-compile -q
 CONSTRAINTS ?= constraints.txt
 DEV := $(VENV)/.installed-dev,demo,lightning
+# Databases and frameworks that only long tests need
+ALL := $(DEV),stack
 # One thread for torch and one for the tokenizers, in each test process.
 ONE_THREAD := OMP_NUM_THREADS=1 RAYON_NUM_THREADS=1
 # The lowest versions that pyproject.toml allows of the packages that the trainer is based on, and the
@@ -67,7 +69,7 @@ test-newest:
 
 # Also run the long tests (fuzzing, twenty interruptions, all of SciFact), and the tests with the
 # lowest versions, before an issue is closed.
-test-all: $(DEV) test-lowest
+test-all: $(ALL) test-lowest
 	$(ONE_THREAD) $(BIN)/python -m pytest $(IN_PROCESSES) $(PYTEST_ARGS)
 
 lint: $(DEV)

@@ -85,19 +85,6 @@ def write_judged_places(folder: Path, train: bool = False) -> Path:
     return folder
 
 
-def write_judged_sentences(folder: Path) -> Path:
-    """Write a BEIR folder with 40 documents, 24 training and 8 test queries.
-
-    Each query has one relevant document.
-    """
-    documents = make_documents("d", sentences(40, 3, 9))
-    queries = make_queries("q", sentences(32, 4))
-    qrels = [(f"q{number}", f"d{number}", 1) for number in range(len(queries))]
-    write_beir(folder, documents, queries, qrels[:24], "train")
-    write_qrels(folder / "qrels" / "test.tsv", qrels[24:])
-    return folder
-
-
 def make_documents(prefix: str, texts: list[str]) -> dict[str, tuple[str, str]]:
     """Return documents without titles, {document id: ("", text)}."""
     return {f"{prefix}{number}": ("", text) for number, text in enumerate(texts)}

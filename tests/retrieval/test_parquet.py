@@ -151,61 +151,23 @@ def test_encode_adds_the_files_to_a_finished_store_and_replaces_them_with_it(
     assert embedding_type.value_type == pa.float16()
 
 
-def run_block_of_page(name: str, replacements: dict[str, str]) -> dict[str, Any]:
-    """Run the Python block of docs/encoding.md that has this name in it; return its variables."""
-    blocks = re.findall(
-        r"^```python\n(.*?)^```$", ENCODING_PAGE.read_text(), re.MULTILINE | re.DOTALL
-    )
-    (script,) = [block for block in blocks if name in block]
-    for old, new in replacements.items():
-        assert old in script
-        script = script.replace(old, new)
-    variables: dict[str, Any] = {}
-    exec(compile(script, str(ENCODING_PAGE), "exec"), variables)
-    return variables
-
-
-def search_store(folder: Path, model_path: str, text: str) -> tuple[list[str], np.ndarray]:
-    """Return ids and scores of the 10 best documents of a query."""
-    store = EmbeddingStore.open(folder)
-    model = DualEncoder.from_pretrained(model_path, device="cpu")
-    scores, rows = search(
-        build_index(store, metric="cos"), encode_texts(model, [text], "query"), 10
-    )
-    return store.ids(rows[0]), scores[0]
-
-
-@pytest.mark.long  # importing the client takes seconds
-def test_qdrant_lines_of_the_page_find_the_documents_and_scores_of_our_search(
-    encoded_folder, tiny_model_path, tmp_path, monkeypatch
-):
-    pytest.importorskip("qdrant_client")
-    monkeypatch.chdir(tmp_path)
-    replacements = {
-        "stores/wikipedia": str(encoded_folder),
-        '"MODEL"': repr(tiny_model_path),
-        "who wrote the Iliad": "text 7",
-    }
-    variables = run_block_of_page("qdrant_client", replacements)
-    client = variables["client"]
-    points = client.query_points("passages", variables["query"].tolist(), limit=10).points
-    client.close()
-    ids, scores = search_store(encoded_folder, tiny_model_path, "text 7")
-    assert [point.payload["id"] for point in points] == ids
-    np.testing.assert_allclose([point.score for point in points], scores, atol=1e-6)
-    assert points[0].payload["text"].startswith("text ")
-
-
 def test_duckdb_lines_of_the_page_find_the_documents_and_scores_of_our_search(
     encoded_folder, tiny_model_path
 ):
     pytest.importorskip("duckdb")
-    replacements = {
-        "stores/wikipedia": str(encoded_folder),
-        '"MODEL"': repr(tiny_model_path),
-        "who wrote the Iliad": "text 7",
-    }
-    hits = run_block_of_page("duckdb", replacements)["hits"]
-    ids, scores = search_store(encoded_folder, tiny_model_path, "text 7")
-    assert [document_id for document_id, _, _ in hits] == ids
-    np.testing.assert_allclose([score for _, _, score in hits], scores, atol=1e-6)
+    page = ENCODING_PAGE.read_text(encoding="utf-8")
+    blocks = re.findall(r"^```python\n(.*?)^```$", page, re.MULTILINE | re.DOTALL)
+    (script,) = [block for block in blocks if "duckdb" in block]
+    script = script.replace("stores/wikipedia", str(encoded_folder))
+    script = script.replace('"MODEL"', repr(tiny_model_path))
+    script = script.replace("who wrote the Iliad", "text 7")
+    variables: dict[str, Any] = {}
+    exec(compile(script, str(ENCODING_PAGE), "exec"), variables)
+
+    store = EmbeddingStore.open(encoded_folder)
+    model = DualEncoder.from_pretrained(tiny_model_path, device="cpu")
+    query = encode_texts(model, ["text 7"], "query")
+    scores, rows = search(build_index(store, metric="cos"), query, 10)
+    hits = variables["hits"]
+    assert [document_id for document_id, _, _ in hits] == store.ids(rows[0])
+    np.testing.assert_allclose([score for _, _, score in hits], scores[0], atol=1e-6)
