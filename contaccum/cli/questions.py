@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from contaccum import __version__, questions
+from contaccum import __version__, questions, work
 from contaccum.cli.options import Parser, load_model, parse_positive_int, print_at_once
 from contaccum.data.corpus import read_texts
 from contaccum.data.records import parse_columns, read_records
@@ -37,8 +37,8 @@ def run(argv: Sequence[str]) -> int:
         max_seconds = parse_duration(args.budget)
     request = _parse_request(args.request)
     client = questions.make_client(args.endpoint)
-    work = args.output.with_suffix(".answers")
-    if args.output.exists() and not work.exists():
+    folder = args.output.with_suffix(".answers")
+    if args.output.exists() and not folder.exists():
         raise ConfigError(f"{args.output}: exists already; name another file, or remove it")
     if args.model is not None:
         require_model(args.model)
@@ -54,24 +54,23 @@ def run(argv: Sequence[str]) -> int:
     pairs = []
     if args.like is not None:
         columns = parse_columns(args.data_columns)
-        for record in read_records(args.like, args.data_format, columns=columns):
-            pairs.append((record.query, record.positives[0]))
+        for pair in read_records(args.like, args.data_format, columns=columns):
+            pairs.append((pair.query, pair.positives[0]))
     manner = f"like those of {args.like}" if pairs else f"of {len(questions.KINDS)} kinds"
     print_at_once(f"{len(documents):,} documents: asking {args.llm} for questions {manner}")
-    from contaccum.experiments.run import begin
-
     identity = {
+        "work": "questions",
         "version": __version__,
         "documents": fingerprint(*documents),
         "like": fingerprint(*pairs),
         "llm": args.llm,
         "request": request,
     }
-    with begin(work, identity, "contaccum questions", may_restart=False):
+    with work.begin(folder, identity, "contaccum questions", may_restart=False):
         answers = questions.ask_all(
             questions.make_prompts(documents, pairs),
             len(documents),
-            work / "answers.jsonl",
+            folder / "answers.jsonl",
             client,
             args.llm,
             request,

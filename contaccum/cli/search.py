@@ -75,7 +75,7 @@ def _answer(args: argparse.Namespace, store: EmbeddingStore) -> int:
 
     model = load_model(args.model, args)
     check_store_fits(model, store)
-    index = faiss_index.build_index(store, metric=args.similarity or store.similarity)
+    index = faiss_index.build_index(store, metric=args.similarity)
     for question in args.questions or _read_typed_questions():
         query = encode_texts(model, [question], "query", precision=args.precision)
         depth = _NUM_SHOWN if bm25_index is None else bm25.FUSION_DEPTH

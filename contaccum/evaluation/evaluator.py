@@ -15,6 +15,7 @@ from sentence_transformers.sentence_transformer.evaluation import SentenceEvalua
 from contaccum.data import BeirDataset
 from contaccum.data.corpus import get_passage_texts
 from contaccum.data.sampling import text_ids
+from contaccum.encoders.settings import Kind
 from contaccum.evaluation.beir import describe_data
 from contaccum.evaluation.metrics import (
     DEFAULT_METRICS,
@@ -115,7 +116,7 @@ class RetrievalEvaluator(SentenceEvaluator):
         """
         from contaccum.retrieval.search import FaissSearcher
 
-        embeddings = {}
+        embeddings: dict[Kind, Embeddings] = {}
         if self.documents is not None:
             embeddings["document"] = self._get_document_embeddings(model, self.documents)
         searcher = FaissSearcher(
@@ -163,11 +164,12 @@ class RetrievalEvaluator(SentenceEvaluator):
         from contaccum.retrieval.encode import check_store_fits, encode_texts
 
         check_store_fits(model, documents.store)
-        is_read = self._fixed_embeddings is not None and self._fixed_embeddings[0] is documents
-        texts = [] if is_read else get_passage_texts(self.dataset.corpus)
-        if not is_read and np.array_equal(text_ids(texts), documents.store.text_ids()):
+        if self._fixed_embeddings is not None and self._fixed_embeddings[0] is documents:
+            return self._fixed_embeddings[1]
+        texts = get_passage_texts(self.dataset.corpus)
+        if np.array_equal(text_ids(texts), documents.store.text_ids()):
             self._fixed_embeddings = (documents, documents.store)
-        elif not is_read:
+        else:
             embeddings = np.empty((len(texts), documents.dimension), dtype=np.float32)
             stored_indices, stored_embeddings = documents.find_embeddings(texts)
             embeddings[stored_indices] = stored_embeddings

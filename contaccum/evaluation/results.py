@@ -143,7 +143,8 @@ def read_result(path: str | os.PathLike[str]) -> dict[str, Any]:
         for metric in record["metrics"]:
             score = scores.get(metric) if isinstance(scores, dict) else None
             # By type, because True is an int.
-            if type(score) not in (int, float) or not 0 <= score <= 1:
+            is_number = type(score) in (int, float)
+            if score is None or not is_number or not 0 <= score <= 1:
                 raise DataError(
                     f"{path}: {metric} of query {quoted(query)} is no number between 0 and 1; "
                     "evaluate again"

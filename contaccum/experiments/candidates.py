@@ -340,9 +340,9 @@ def write_trained_map(
     ends_at = time.monotonic() + seconds
     corpus = read_passages(data / CORPUS_FILE, RecordReport(), may_be_blank=True)
     texts = [passage.passage for passage in corpus]
-    matches, rows = documents.match_text_ids(text_ids(texts))
+    matches, all_rows = documents.match_text_ids(text_ids(texts))
     matches, first_matches = np.unique(matches, return_index=True)  # of copies, the first one
-    rows = torch.from_numpy(rows[first_matches])
+    rows = torch.from_numpy(all_rows[first_matches])
     number_of_text = {texts[match]: number for number, match in enumerate(matches.tolist())}
     queries: list[str] = []
     labels: list[list[int]] = []

@@ -262,6 +262,7 @@ def fit(
         job = Job(folder, request, given, args, time_budget, status)
         texts = pairs
         given_vectors = None
+        documents: StoreDocuments | None
         if vectors_folder is not None:
             sides = SIDES if new_queries is None else ("documents",)
             base, documents, texts = load_vectors(job, vectors_folder, pairs, sides)
@@ -277,8 +278,8 @@ def fit(
             documents, seconds_per_document = encode_documents(job, base, base_model)
         else:
             base_model = str(vectors_folder)
-            if new_queries is not None:
-                base, given_vectors = load_new_model(job, models[0], documents)
+            if given_vectors is not None and new_queries is not None:
+                base, given_vectors = load_new_model(job, models[0], given_vectors.documents)
             proposed, seconds_per_document = replace(Settings(), model=base_model), 0.0
         num_folds = texts.count_folds(split)
         ladder = Ladder(

@@ -231,6 +231,7 @@ def score_fold(
             documents, seconds = open_documents(), 2 * chosen.training_seconds  # it may be busier
             write_trained_map(base, data, documents, job.batch_size, folder, seconds, start)
         elif chosen.system == "map":
+            assert chosen.ridge is not None  # because of the case above
             ridges = [chosen.ridge]
             write_linear_maps(
                 base, train_file, open_documents(), ridges, job.batch_size, folder, start

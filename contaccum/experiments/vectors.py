@@ -72,7 +72,7 @@ class VectorTable(InputModule):
         self.vectors: StoreDocuments | None = None
 
     def preprocess(
-        self, inputs: Sequence[str], prompt: str | None = None, **kwargs: Any
+        self, inputs: Sequence[Any], prompt: str | None = None, **kwargs: Any
     ) -> dict[str, Any]:
         """Return the vectors of n texts, float32 (n, d).
 
@@ -136,8 +136,13 @@ def load_vectors(
     assert documents is not None
     documents.has_texts = read_json(folder / _PREPARED_FILE)["has_texts"]
     if not _keeps_texts(pairs):
-        sizes = {"dev": pairs.dev, "test": pairs.test, "future": pairs.future}
-        pairs = Pairs(folder / TRAIN_FILE, folder / CORPUS_FILE, **sizes)
+        pairs = Pairs(
+            folder / TRAIN_FILE,
+            folder / CORPUS_FILE,
+            dev=pairs.dev,
+            test=pairs.test,
+            future=pairs.future,
+        )
     return base, documents, pairs
 
 

@@ -117,6 +117,7 @@ class FaissSearcher:
         """
         metric = get_similarity(self.model, score_function)
         query_embeddings = self._encode("query", list(queries.values()))
+        assert isinstance(query_embeddings, np.ndarray)  # only documents may be those of a store
         dimension = query_embeddings.shape[1]
         check_factory(self.index, dimension, len(corpus), metric, self.index_parameters)
         document_embeddings = self._encode("document", get_passage_texts(corpus))

@@ -159,7 +159,7 @@ class EmbeddingStore:
         import pyarrow.compute as pc
 
         wanted = pa.array(list(ids), pa.string())
-        passages = {}
+        passages: dict[str, tuple[str, str]] = {}
         for shard_number in range(self.num_shards):
             shard_ids = self._get_ids(shard_number)
             rows = pc.indices_nonzero(pc.is_in(shard_ids, value_set=wanted))
