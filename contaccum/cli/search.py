@@ -45,7 +45,8 @@ def run(argv: Sequence[str]) -> int:
         UserError: if the arguments, the queries, the model, the store or the index cannot be used.
     """
     args = _parse_arguments(argv)
-    print_at_once(f"searching {args.store} with {args.model}")
+    searched_for = "" if args.queries is None else f" for {args.queries}"
+    print_at_once(f"searching {args.store} with {args.model}{searched_for}")
     require_model(args.model)
     store = EmbeddingStore.open(args.store)
     if args.queries is None:
