@@ -222,8 +222,8 @@ class BankedInfoNCE(nn.Module):
             pairs_in_use = bank.pairs_in_use
             num_aged = max(self.clock.update_start - bank.oldest_in_use, 0)
 
-        # The losses of the local rows, then those of the banked rows. Of both, the negatives in the
-        # bank come as log-sums: for local rows one per block of the ring, which the bank stores.
+        # The losses of the local rows, then those of the banked rows. Negatives in the bank enter
+        # as log-sums: for a local row one per block of the ring, for a banked row a single one.
         local_logits = torch.cat([blocks.in_batch.flatten(1), blocks.against_bank_sums], dim=1)
         local_rows = compute_row_losses(local_logits.logsumexp(1), local.positive_logits)
         loss = local_rows.losses.sum()

@@ -354,8 +354,8 @@ class ContAccumLoss(ModelLoss):
                 )
             self._has_seen_ids = True
         has_scores = decoded.teacher_scores is not None
-        uses_labels = label_ids is not None or (has_scores and self.distillation is not None)
-        if labels is not None and not uses_labels:
+        is_unknown_label = labels is not None and label_ids is None and not has_scores
+        if is_unknown_label or (has_scores and self.distillation is None):
             warn_once(
                 f"{name} does not use the label or score column of the data: to learn from teacher "
                 "scores, set distill; otherwise remove the column"
