@@ -1,207 +1,137 @@
-"""Vectors that the user brings: embeddings of queries and documents, with ids or texts.
+"""Vectors that the user brings: embeddings of queries and documents, with their ids or texts.
 
 A folder has the files of two sides, "queries" and "documents", each in one of these forms:
 
     SIDE.parquet      columns ``id`` or ``text`` or both, and ``embedding``, a list of numbers
     SIDE/*.parquet    several such files, as `contaccum encode --format parquet` writes them
     SIDE.npy          (n, d), and SIDE.jsonl with the ``id`` or the ``text`` of each row
-
-Files are read in blocks, so memory does not grow with their size. Rows without an id or with the id
-of another row are refused, and so are vectors that cannot be compared.
 """
 
 from __future__ import annotations
 
-import itertools
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any
 
 import numpy as np
 
-from contaccum.data.rows import Fault, get_first_value, parse_id, parse_text, read_json_lines
+from contaccum.data.records import Passage
+from contaccum.data.rows import (
+    Fault,
+    RecordReport,
+    Rows,
+    get_first_value,
+    parse_id,
+    parse_rows,
+    parse_text,
+    read_json_lines,
+)
 from contaccum.errors import DataError, one_line, quoted
-from contaccum.files import AnyPath
-
-if TYPE_CHECKING:
-    import pyarrow as pa
 
 SIDES = ("queries", "documents")
-_NAMES = {
-    "id": ("id", "_id"),
-    "title": ("title",),
-    "text": ("text", "query"),
-    "embedding": ("embedding", "vector", "values"),
-}
-"""{role: names of the column}, in databases and in BEIR."""
-_ROWS_PER_BLOCK = 4096
-
-
-class VectorBlock(NamedTuple):
-    """Consecutive rows of a side.
-
-    Attributes:
-        names: (id, title, text) of each row; the last two may be empty. Without an id in the file,
-            it is the number of the row.
-        embeddings: float32 (n, d), finite and not zero.
-    """
-
-    names: list[tuple[str, str, str]]
-    embeddings: np.ndarray
+_NAMES = ("id", "_id", "title", "text")
+_VECTOR_NAMES = ("embedding", "vector", "values")  # in contaccum and in databases
+_ROWS_PER_BATCH = 4096
 
 
 def find_vectors(folder: Path, side: str) -> list[Path]:
-    """Return the files of a side of a folder.
+    """Return the files of a side of a folder; raises `DataError` if there are none."""
+    for pattern in (f"{side}.parquet", f"{side}/*.parquet", f"{side}.npy"):
+        files = sorted(folder.glob(pattern))
+        if files:
+            return files
+    raise DataError(
+        f"{folder}: has no {side}.parquet, {side}/*.parquet or {side}.npy (see docs/vectors.md)"
+    )
+
+
+def read_vectors(
+    folder: Path, side: str, report: RecordReport, vectors: list[np.ndarray]
+) -> Iterator[Passage]:
+    """Yield the id, title and text of each row of a side; title and text may be blank.
+
+    A row without an id has its number as the id. Memory holds one batch of rows.
+
+    Args:
+        report: receives the counts of used and bad rows. A bad row has no name, the id of another
+            row, or a vector that cannot be compared with the others.
+        vectors: the vector of each row is appended, float32 (d,).
 
     Raises:
-        DataError: if there are none.
-    """
-    array = folder / f"{side}.npy"
-    files = [folder / f"{side}.parquet"] if (folder / f"{side}.parquet").is_file() else []
-    files = files or sorted((folder / side).glob("*.parquet"))
-    if not files and array.is_file():
-        names = array.with_suffix(".jsonl")
-        if not names.is_file():
-            raise DataError(f"{array}: {names.name}, with the id of each row, is not beside it")
-        files = [array]
-    if not files:
-        raise DataError(
-            f"{folder}: has no {side}.parquet, no {side}/*.parquet and no {side}.npy (see "
-            "docs/vectors.md)"
-        )
-    return files
-
-
-def read_vectors(folder: Path, side: str) -> Iterator[VectorBlock]:
-    """Yield the rows of a side in blocks.
-
-    Raises:
-        DataError: for a file that cannot be read, an id that occurs twice, and vectors of several
-            dimensions, with NaN or infinity, or of length zero.
+        DataError: for a file that cannot be read, or a bad row under "stop".
     """
     ids: set[str] = set()
-    dimension = None
+    dimension = 0
+
+    def parse(row: Mapping[str, Any]) -> Passage:
+        nonlocal dimension
+        title, text = (parse_text(row.get(key), key, True) for key in ("title", "text"))
+        name = get_first_value(row, ("id", "_id"))
+        if name is None:
+            if not text.strip():
+                raise Fault("neither an id nor a text")
+            name = f"row-{len(ids) + 1}"
+        name = parse_id(name, "id").strip()
+        if name in ids:
+            raise Fault("an id that occurs twice", quoted(name))
+        vector = np.asarray(row["embedding"])
+        if vector.ndim != 1 or vector.dtype.kind not in "fiu":
+            raise Fault("no list of numbers", quoted(name))
+        dimension = dimension or len(vector)
+        if len(vector) != dimension:
+            detail = f"{quoted(name)} has {len(vector)}, those before it {dimension}"
+            raise Fault("a vector of another number of dimensions", detail)
+        vector = vector.astype(np.float32)
+        length = float(np.linalg.norm(vector))
+        if not 0.0 < length < np.inf:
+            kind = "zeros" if length == 0.0 else "NaN, infinity or numbers too large for float32"
+            raise Fault(f"a vector of {kind}", quoted(name))
+        ids.add(name)
+        vectors.append(vector)
+        return Passage(name, title, text)
+
     for file in find_vectors(folder, side):
-        for rows, vectors in _read_array(file) if file.suffix == ".npy" else _read_parquet(file):
-            names = []
-            for number, row in rows:
-                try:
-                    names.append(_parse_names(row, len(ids) + 1))
-                except Fault as fault:
-                    raise DataError(one_line(f"{file}: row {number}: {fault}")) from None
-                if names[-1][0] in ids:
-                    raise DataError(
-                        f"{file}: has the id {quoted(names[-1][0])} twice (keep one of the rows)"
-                    )
-                ids.add(names[-1][0])
-            dimension = dimension or vectors.shape[1]
-            if vectors.shape[1] != dimension:
-                raise DataError(
-                    f"{file}: {quoted(names[0][0])} has {vectors.shape[1]} dimensions, and the "
-                    f"vectors before it have {dimension} (give vectors of one model)"
-                )
-            embeddings = np.ascontiguousarray(vectors, dtype=np.float32)
-            lengths = np.sqrt(np.einsum("nd,nd->n", embeddings, embeddings))
-            for is_bad, fault_name in (
-                (~np.isfinite(lengths), "holds NaN, infinity or too large numbers"),
-                (lengths == 0.0, "is zero"),
-            ):
-                if is_bad.any():
-                    name = quoted(names[int(is_bad.argmax())][0])
-                    raise DataError(
-                        f"{file}: the vector of {name} {fault_name} (make it again, or leave out "
-                        "its row and its pairs)"
-                    )
-            yield VectorBlock(names, embeddings)
-    if dimension is None:
-        raise DataError(f"{folder}: the {side} have no rows (see docs/vectors.md)")
+        rows = _read_array(file) if file.suffix == ".npy" else _read_parquet(file)
+        yield from parse_rows(file, rows, parse, report)
 
 
-Rows = Sequence[tuple[int, Any]]
-"""Rows with their numbers from 1; a row is a mapping, or the `Fault` that prevents reading it."""
-
-
-def _parse_names(row: Mapping[str, Any] | Fault, number: int) -> tuple[str, str, str]:
-    if isinstance(row, Fault):
-        raise row
-    value = get_first_value(row, _NAMES["id"])
-    title = parse_text(get_first_value(row, _NAMES["title"]), "title", may_be_blank=True)
-    text = parse_text(get_first_value(row, _NAMES["text"]), "text", may_be_blank=True)
-    if value is None and not text.strip():
-        raise Fault("has neither an id nor a text")
-    return parse_id(f"row-{number}" if value is None else value, "id").strip(), title, text
-
-
-def _read_array(file: Path) -> Iterator[tuple[Rows, np.ndarray]]:
-    """Yield the rows of SIDE.jsonl and the vectors, (n, d), of SIDE.npy in blocks."""
+def _read_array(file: Path) -> Rows:
     try:
         vectors = np.load(file, mmap_mode="r", allow_pickle=False)
     except (OSError, ValueError) as error:
-        raise DataError(one_line(f"{file}: cannot be read as a npy file ({error})")) from error
-    if vectors.ndim != 2 or vectors.dtype.kind != "f":
+        raise DataError(one_line(f"{file}: not an array of numbers ({error})")) from error
+    num_rows = 0
+    for line, row in read_json_lines(file.with_suffix(".jsonl")):
+        if not isinstance(row, Fault):
+            row["embedding"] = vectors[num_rows] if num_rows < len(vectors) else None
+        num_rows += 1
+        yield line, row
+    if num_rows != len(vectors):
         raise DataError(
-            f"{file}: is {vectors.dtype} {vectors.shape}, and not an array (n, d) of floats"
-        )
-    numbered = enumerate((row for _, row in read_json_lines(file.with_suffix(".jsonl"))), start=1)
-    first = 0
-    while rows := list(itertools.islice(numbered, _ROWS_PER_BLOCK)):
-        if first + len(rows) > len(vectors):
-            break
-        yield rows, vectors[first : first + len(rows)]
-        first += len(rows)
-    if rows or first < len(vectors):
-        raise DataError(
-            f"{file}: has {len(vectors):,} vectors, and {file.stem}.jsonl has not as many rows "
-            "(write one line for each vector, in their order)"
+            f"{file}: has {len(vectors):,} vectors, and {file.stem}.jsonl {num_rows:,} rows (write "
+            "one for each vector, in their order)"
         )
 
 
-def _read_parquet(file: Path) -> Iterator[tuple[Rows, np.ndarray]]:
+def _read_parquet(file: Path) -> Rows:
     import pyarrow as pa
     import pyarrow.parquet as pq
 
     try:
-        with pq.ParquetFile(file, memory_map=True) as table:
-            columns = set(table.schema_arrow.names)
-            found = [name for name in _NAMES["embedding"] if name in columns]
-            if not found:
+        with pq.ParquetFile(file) as table:
+            columns = table.schema_arrow.names
+            names = [name for name in _NAMES if name in columns]
+            vector_names = [name for name in _VECTOR_NAMES if name in columns]
+            if not names or not vector_names:
                 raise DataError(
-                    f"{file}: has no column {', '.join(_NAMES['embedding'])}, only "
-                    f"{quoted(', '.join(table.schema_arrow.names), 200)} (rename the column)"
+                    f"{file}: needs a column id or text, and embedding, vector or values; it has "
+                    f"{quoted(', '.join(columns), 200)} (rename its columns)"
                 )
-            names = [name for role in ("id", "title", "text") for name in _NAMES[role]]
-            names = [name for name in names if name in columns]
-            first = 1
-            for batch in table.iter_batches(_ROWS_PER_BLOCK, columns=[*names, found[0]]):
-                rows = batch.select(names).to_pylist() or [{}] * len(batch)
-                numbered = list(enumerate(rows, start=first))
-                yield numbered, _to_array(file, batch[found[0]], first)
-                first += len(batch)
-    except (OSError, pa.ArrowInvalid) as error:
-        raise DataError(one_line(f"{file}: cannot be read as a parquet file ({error})")) from error
-
-
-def _to_array(file: AnyPath, column: pa.Array, first: int) -> np.ndarray:
-    """Return a column of lists of numbers as an array (n, d)."""
-    import pyarrow as pa
-    import pyarrow.compute as pc
-
-    column_type = column.type
-    is_list = hasattr(column_type, "value_type")
-    if not is_list or not (
-        pa.types.is_floating(column_type.value_type) or pa.types.is_integer(column_type.value_type)
-    ):
-        raise DataError(
-            f"{file}: the vectors have the type {column_type}, and not a list of numbers (write "
-            "lists of float32)"
-        )
-    lengths = pc.list_value_length(column).fill_null(0).to_numpy(zero_copy_only=False)
-    differs = lengths != lengths[0]
-    if lengths[0] == 0 or differs.any():
-        row = int(differs.argmax())
-        raise DataError(
-            f"{file}: row {first + row:,} has a vector of {lengths[row]} dimensions, and row "
-            f"{first:,} of {lengths[0]} (give vectors of one model)"
-        )
-    values = column.flatten().to_numpy(zero_copy_only=False)  # null becomes NaN
-    return values.reshape(len(column), -1)
+            number = 0
+            for batch in table.iter_batches(_ROWS_PER_BATCH, columns=[*names, vector_names[0]]):
+                vectors = batch[vector_names[0]].to_numpy(zero_copy_only=False)
+                for row, vector in zip(batch.select(names).to_pylist(), vectors, strict=True):
+                    number += 1
+                    yield number, {**row, "embedding": vector}
+    except (OSError, pa.ArrowException) as error:
+        raise DataError(one_line(f"{file}: not a parquet file ({error})")) from error

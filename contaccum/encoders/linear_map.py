@@ -1,4 +1,4 @@
-"""A linear map of query vectors: the cheapest training, in closed form or by gradients.
+"""A linear map of query vectors: the cheapest training, in closed form and without gradients.
 
 The map moves the vector of each training query towards that of its passage. Document vectors stay
 as they are, so an index stays valid.
@@ -6,97 +6,30 @@ as they are, so an index stays valid.
 
 from __future__ import annotations
 
-import math
-from collections.abc import Callable, Iterable
-from contextlib import suppress
 from typing import Any
 
 import torch
 from sentence_transformers import SentenceTransformer
 from sentence_transformers.sentence_transformer.modules import Dense, Normalize, Router
 from torch import Tensor
-from torch.nn.functional import normalize
 
-from contaccum.bank.full_softmax import DocumentBlock, compute_full_softmax_loss
 from contaccum.encoders.settings import get_tower
 
-_MAX_ITERATIONS = 25  # of L-BFGS; more of them gain nothing on dev
-_QUERIES_PER_PASS = 1024  # limits the memory for their scores
 
+def solve_linear_map(queries: Tensor, targets: Tensor, ridge: float) -> Tensor:
+    """Return W (d, e) in float64, by ridge regression from queries to targets.
 
-def solve_linear_map(
-    queries: Tensor, passages: Tensor, ridge: float, start: Tensor | None = None
-) -> Tensor:
-    """Return W (d, e) in float64 for the map q -> q S + q W, by ridge regression.
-
-    W = (X'X + ridge I)^-1 X'(P - X S) minimises the sum of |x S + x W - p|^2 over the pairs plus
-    ridge |W|^2.
+    W = (X'X + ridge I)^-1 X'T minimises the sum of |x W - t|^2 over the pairs plus ridge |W|^2.
+    For the map q -> q + q W, the targets are the differences of passages and queries.
 
     Args:
         queries: X, vectors of the queries of n pairs, (n, d).
-        passages: P, vectors of their passages, (n, e).
-        ridge: above 0; the larger it is, the less the vectors move.
-        start: S, (d, e); None: the identity, if queries and passages have one model.
+        targets: T, (n, e).
+        ridge: above 0; the larger it is, the smaller W.
     """
     queries = queries.double()
     moments = queries.T @ queries + ridge * torch.eye(queries.shape[1], dtype=torch.float64)
-    started = queries if start is None else queries @ start
-    return torch.linalg.solve(moments, queries.T @ (passages.double() - started))
-
-
-def train_linear_map(
-    queries: Tensor,
-    positives: Tensor,
-    labels: Tensor,
-    read_documents: Callable[[], Iterable[DocumentBlock]],
-    penalty: float,
-    temperature: float,
-    has_time: Callable[[], bool],
-    start: Tensor | None = None,
-) -> Tensor:
-    """Return W (d, e) in float64 for the map q -> q S + q W, by the exact softmax over documents.
-
-    L-BFGS minimises the mean loss of the mapped, L2-normalised queries (see
-    `contaccum.bank.full_softmax`) plus penalty |W|^2, from W = 0 on.
-
-    Args:
-        queries, positives: L2-normalised vectors of the n pairs, (n, d) and (n, e).
-        labels: int64 (n, p), numbers of the documents that are no negatives of a query, padded.
-        read_documents: returns all documents, L2-normalised, in blocks.
-        has_time: is called before each pass over the documents. False ends the training.
-        start: S, see `solve_linear_map`.
-    """
-    started = queries if start is None else queries @ start.to(queries)
-    weights = torch.zeros(queries.shape[1], positives.shape[1], requires_grad=True)
-    best = weights.detach().clone()
-    best_loss = math.inf
-    optimizer = torch.optim.LBFGS(
-        [weights], max_iter=_MAX_ITERATIONS, history_size=8, line_search_fn="strong_wolfe"
-    )
-
-    def compute_loss() -> Tensor:
-        nonlocal best, best_loss
-        optimizer.zero_grad()
-        loss = penalty * weights.square().sum()
-        loss.backward()
-        for rows in torch.arange(len(queries)).split(_QUERIES_PER_PASS):
-            if not has_time():
-                raise TimeoutError
-            mapped = normalize(started[rows] + queries[rows] @ weights)
-            part = compute_full_softmax_loss(
-                mapped, positives[rows], labels[rows], read_documents(), temperature
-            )
-            part = part * len(rows) / len(queries)
-            part.backward()
-            loss = loss.detach() + part.detach()
-        if loss < best_loss:
-            best = weights.detach().clone()
-            best_loss = float(loss)
-        return loss
-
-    with suppress(TimeoutError):
-        optimizer.step(compute_loss)
-    return best.double()
+    return torch.linalg.solve(moments, queries.T @ targets.double())
 
 
 def append_linear_map(model: SentenceTransformer, matrix: Tensor) -> None:

@@ -174,10 +174,11 @@ class RetrievalEvaluator(SentenceEvaluator):
             stored_indices, stored_embeddings = documents.find_embeddings(texts)
             embeddings[stored_indices] = stored_embeddings
             missing_indices = np.setdiff1d(np.arange(len(texts)), stored_indices)
-            missing_texts = [texts[index] for index in missing_indices]
-            embeddings[missing_indices] = encode_texts(
-                model, missing_texts, batch_size=self.batch_size
-            )
+            if len(missing_indices) > 0:
+                missing_texts = [texts[index] for index in missing_indices]
+                embeddings[missing_indices] = encode_texts(
+                    model, missing_texts, batch_size=self.batch_size
+                )
             self._fixed_embeddings = (documents, embeddings)
         return self._fixed_embeddings[1]
 

@@ -23,20 +23,20 @@ import math
 import shutil
 import statistics
 import time
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any, NamedTuple
 
-import numpy as np
 import torch
 from safetensors.torch import load_file, save_file
 from torch.nn.functional import normalize
 
 from contaccum import work
-from contaccum.bank.full_softmax import NO_ROW, DocumentBlock
+from contaccum.bank.full_softmax import compute_full_softmax_loss
 from contaccum.data.beir import BeirDataset, load_beir_folder, read_split_queries
-from contaccum.data.records import read_passages, read_records
+from contaccum.data.records import read_records
 from contaccum.data.rows import RecordReport
 from contaccum.data.sampling import text_ids
 from contaccum.data.split import (
@@ -47,11 +47,7 @@ from contaccum.data.split import (
     write_part,
 )
 from contaccum.encoders.dual_encoder import DualEncoder
-from contaccum.encoders.linear_map import (
-    append_linear_map,
-    solve_linear_map,
-    train_linear_map,
-)
+from contaccum.encoders.linear_map import append_linear_map, solve_linear_map
 from contaccum.encoders.names import model_name
 from contaccum.evaluation.evaluator import RetrievalEvaluator
 from contaccum.evaluation.results import Run
@@ -60,7 +56,7 @@ from contaccum.experiments.run import TRAINING_FOLDER, Job, count_updates, train
 from contaccum.files import atomic_folder
 from contaccum.merging import merge_models
 from contaccum.retrieval.bm25 import FUSION_DEPTH, fuse_runs
-from contaccum.retrieval.documents import StoreDocuments
+from contaccum.retrieval.documents import PositiveRows, StoreDocuments
 from contaccum.retrieval.encode import CorpusEncoder, encode_texts, model_fingerprint
 from contaccum.retrieval.store import EmbeddingStore
 from contaccum.settings import DEFAULT_TEMPERATURE, Settings, replace, to_dict
@@ -104,13 +100,13 @@ MAX_POOL = 2000
 """A dev corpus with more documents than this is reduced for models that must encode it anew."""
 MAX_MAP_PAIRS = 20_000
 MAP_PENALTY = 0.01
-"""The penalty of the map by gradients; see `train_linear_map`."""
+"""The penalty of the map by gradients; see `write_trained_map`."""
 MAX_EPOCHS = 20
 """The largest number of epochs of a training whose length dev decides."""
 
 _GRADIENT_KEY = "gradient"
-_START_KEY = "start"
-_DOCUMENTS_PER_BLOCK = 8192
+_MAP_ITERATIONS = 25  # of L-BFGS; more gain nothing on dev
+_QUERIES_PER_PASS = 1024  # over the documents; limits the memory for their scores
 _POOL_DEPTH = 10  # top documents of each query in a run; nDCG@10 depends on no others
 _LEAST_SECONDS = 5.0  # for the updates of a training
 _CHEAP_SHARE = 0.2  # of the time left; a query tower that takes less comes before both towers
@@ -182,13 +178,14 @@ class GivenVectors(NamedTuple):
 
     Attributes:
         documents: the vectors of the documents, which stay as they are.
-        start: None, or the matrix (d, e) with which every map of a new model's queries begins.
-        new_model: the name of this model, which encodes all documents anew for comparison.
+        new_model: the name of a new model for queries, which encodes all documents anew for
+            comparison.
+        aligned: see `write_linear_maps`.
     """
 
     documents: StoreDocuments
-    start: torch.Tensor | None = None
     new_model: str = ""
+    aligned: tuple[torch.Tensor, torch.Tensor] | None = None
 
 
 def has_no_loss(scores: Scores, free: Candidate) -> bool:
@@ -282,6 +279,24 @@ def read_kinds(dev: Path) -> dict[str, list[str]]:
     return kinds
 
 
+def _read_map_pairs(
+    base: DualEncoder, train_file: Path, documents: StoreDocuments, batch_size: int
+) -> tuple[list[str], list[str], torch.Tensor]:
+    """Return queries, passages and the queries' vectors (n, d) of the first training pairs.
+
+    There are at most about `MAX_MAP_PAIRS`. Pairs whose passage has no vector are left out.
+    """
+    pairs: list[tuple[str, str]] = []
+    for record in read_records(train_file):
+        pairs += [(record.query, passage) for passage in record.positives]
+        if len(pairs) >= MAX_MAP_PAIRS:
+            break
+    has_vector = documents.contains(text_ids(passage for _, passage in pairs))
+    pairs = [pair for pair, is_found in zip(pairs, has_vector, strict=True) if is_found]
+    queries, passages = [query for query, _ in pairs], [passage for _, passage in pairs]
+    return queries, passages, torch.from_numpy(encode_texts(base, queries, "query", batch_size))
+
+
 def write_linear_maps(
     base: DualEncoder,
     train_file: Path,
@@ -289,104 +304,89 @@ def write_linear_maps(
     ridges: Sequence[float],
     batch_size: int,
     folder: Path,
-    start: torch.Tensor | None = None,
+    aligned: tuple[torch.Tensor, torch.Tensor] | None = None,
 ) -> None:
-    """Write W of `solve_linear_map` for the training pairs and each ridge to `MAP_FILE`.
+    """Write the matrix of a map of query vectors, by `solve_linear_map`, to `MAP_FILE`.
 
-    The vectors are L2-normalised if documents are compared by cosine. Of more than `MAX_MAP_PAIRS`
-    pairs, the first ones are used.
+    There is one for each ridge. Vectors are L2-normalised if documents are compared by cosine. See
+    `_read_map_pairs` for the pairs.
 
     Args:
         documents: the passages' vectors by the base model.
-        start: see `solve_linear_map`.
+        aligned: vectors of the same documents by a new model and as given, (n, d) and (n, e). They
+            are further pairs, and the map of the new model's queries is q -> q W.
     """
-    queries: list[str] = []
-    passages: list[str] = []
-    for record in read_records(train_file):
-        for passage in record.positives:
-            queries.append(record.query)
-            passages.append(passage)
-        if len(queries) >= MAX_MAP_PAIRS:
-            break
-    has_vector, passage_vectors = documents.find_embeddings(passages)
-    query_vectors = encode_texts(base, queries, "query", batch_size)[has_vector]
-    x, p = torch.from_numpy(query_vectors).double(), torch.from_numpy(passage_vectors).double()
+    _, passages, queries = _read_map_pairs(base, train_file, documents, batch_size)
+    x, p = queries.double(), torch.from_numpy(documents.find_embeddings(passages)[1]).double()
     if documents.similarity == "cos":
         x, p = normalize(x), normalize(p)
-    maps = {f"{ridge:g}": solve_linear_map(x, p, ridge, start) for ridge in ridges}
-    _save_maps(maps, start, folder)
+    start = torch.eye(x.shape[1], dtype=torch.float64)
+    if aligned is not None:
+        x, p = torch.cat([x, aligned[0]]), torch.cat([p, aligned[1]])
+        start = torch.zeros(x.shape[1], p.shape[1], dtype=torch.float64)
+    maps = {f"{ridge:g}": start + solve_linear_map(x, p - x @ start, ridge) for ridge in ridges}
+    save_file(maps, folder / MAP_FILE)
 
 
 def write_trained_map(
     base: DualEncoder,
-    data: Path,
+    train_file: Path,
     documents: StoreDocuments,
     batch_size: int,
     folder: Path,
     seconds: float,
-    start: torch.Tensor | None = None,
 ) -> None:
-    """Write W of `train_linear_map` for the training pairs to `MAP_FILE`.
+    """Write I + W to `MAP_FILE`, for W that minimises the exact softmax over all documents.
 
-    Negatives are the documents that training may use, without those of held-out queries. Documents
-    are compared by cosine. Of more than `MAX_MAP_PAIRS` pairs, the first ones are used.
-
-    Args:
-        data: the folder of the split.
-        documents: the documents' vectors by the base model.
-        seconds: the time of the training.
-        start: see `solve_linear_map`.
+    L-BFGS minimises the mean loss of the mapped queries (see `contaccum.bank.full_softmax`) plus
+    `MAP_PENALTY` |W|^2, from W = 0 on, until the seconds are over. Documents are compared by
+    cosine. See `_read_map_pairs` for the pairs.
     """
     ends_at = time.monotonic() + seconds
-    corpus = read_passages(data / CORPUS_FILE, RecordReport(), may_be_blank=True)
-    texts = [passage.passage for passage in corpus]
-    matches, all_rows = documents.match_text_ids(text_ids(texts))
-    matches, first_matches = np.unique(matches, return_index=True)  # of copies, the first one
-    rows = torch.from_numpy(all_rows[first_matches])
-    number_of_text = {texts[match]: number for number, match in enumerate(matches.tolist())}
-    queries: list[str] = []
-    labels: list[list[int]] = []
-    for record in read_records(data / TRAIN_FILE):
-        known = [number_of_text[text] for text in record.positives if text in number_of_text]
-        for number in known:
-            queries.append(record.query)
-            labels.append([number, *(other for other in known if other != number)])
-        if len(queries) >= MAX_MAP_PAIRS:
-            break
-    width = max(map(len, labels))
-    padded = torch.tensor([label + [NO_ROW] * (width - len(label)) for label in labels])
-
-    def read_documents() -> Iterator[DocumentBlock]:
-        for first in range(0, len(rows), _DOCUMENTS_PER_BLOCK):
-            block = documents.get_embeddings(rows[first : first + _DOCUMENTS_PER_BLOCK])
-            yield DocumentBlock(first, block)
-
-    weights = train_linear_map(
-        normalize(torch.from_numpy(encode_texts(base, queries, "query", batch_size))),
-        documents.get_embeddings(rows[padded[:, 0]]),
-        padded,
-        read_documents,
-        MAP_PENALTY,
-        DEFAULT_TEMPERATURE["cos"],
-        has_time=lambda: time.monotonic() < ends_at,
-        start=start,
+    queries, passages, vectors = _read_map_pairs(base, train_file, documents, batch_size)
+    vectors = normalize(vectors)
+    positives = PositiveRows(documents, text_ids(queries), text_ids(passages))
+    labels = positives.label_batch(queries, passages)
+    weights = torch.zeros(vectors.shape[1], vectors.shape[1], requires_grad=True)
+    optimizer = torch.optim.LBFGS(
+        [weights], max_iter=_MAP_ITERATIONS, history_size=8, line_search_fn="strong_wolfe"
     )
-    _save_maps({_GRADIENT_KEY: weights}, start, folder)
+    best: tuple[float, torch.Tensor] = (math.inf, weights.detach().clone())
 
+    def compute_loss() -> torch.Tensor:
+        nonlocal best
+        optimizer.zero_grad()
+        loss = MAP_PENALTY * weights.square().sum()
+        loss.backward()
+        for rows in torch.arange(len(vectors)).split(_QUERIES_PER_PASS):
+            if time.monotonic() > ends_at:
+                raise TimeoutError
+            part = compute_full_softmax_loss(
+                normalize(vectors[rows] + vectors[rows] @ weights),
+                documents.get_embeddings(labels[rows, 0]),
+                labels[rows],
+                documents.blocks(torch.device("cpu")),
+                DEFAULT_TEMPERATURE["cos"],
+            )
+            part = part * len(rows) / len(vectors)
+            part.backward()
+            loss = loss.detach() + part.detach()
+        best = min(best, (float(loss), weights.detach().clone()), key=lambda each: each[0])
+        return loss
 
-def _save_maps(maps: Mapping[str, torch.Tensor], start: torch.Tensor | None, folder: Path) -> None:
-    saved = {name: weights.contiguous() for name, weights in maps.items()}
-    if start is not None:
-        saved[_START_KEY] = start.contiguous()
-    save_file(saved, folder / MAP_FILE)
+    with suppress(TimeoutError):
+        optimizer.step(compute_loss)
+    matrix = torch.eye(len(weights), dtype=torch.float64) + best[1]
+    save_file({_GRADIENT_KEY: matrix}, folder / MAP_FILE)
 
 
 def load_matrix(candidate: Candidate, folder: Path) -> torch.Tensor:
     """Return the matrix (d, e) of a candidate's map, by which a query vector is multiplied."""
-    maps = load_file(folder / MAP_FILE)
-    weights = maps[candidate.map_key]
-    start = maps.get(_START_KEY, torch.eye(len(weights), dtype=weights.dtype))
-    return start + candidate.blend * weights
+    matrix = load_file(folder / MAP_FILE)[candidate.map_key]
+    if candidate.blend == 1.0:
+        return matrix
+    identity = torch.eye(len(matrix), dtype=matrix.dtype)
+    return candidate.blend * matrix + (1.0 - candidate.blend) * identity
 
 
 def encode_corpus(
@@ -661,7 +661,8 @@ class Ladder:
         self._search_without_training()
         if self.given is not None:
             self._fit_linear_map()
-            self._train_linear_map()
+            if not self.given.new_model:
+                self._train_linear_map()
             return
         has_query_tower = False
         if not self._has_one_tower:
@@ -711,15 +712,11 @@ class Ladder:
             assert self.documents is not None
             train_file = self.job.data / self._train_file
             batch_size = self.job.batch_size
-            start = self.given.start if self.given is not None else None
+            aligned = self.given and self.given.aligned
             write_linear_maps(
-                self.base, train_file, self.documents, RIDGES, batch_size, folder, start
+                self.base, train_file, self.documents, RIDGES, batch_size, folder, aligned
             )
             rows = []
-            if start is not None:
-                shown = "map of documents alone"
-                candidate = Candidate(shown, LINEAR_MAP, "map", folder=name, ridge=1.0, blend=0.0)
-                rows.append(self._score(candidate, self._dev))
             for ridge in RIDGES:
                 candidate = Candidate(
                     f"linear map, ridge {ridge:g}{self._shown_questions}",
@@ -730,8 +727,9 @@ class Ladder:
                     train_file=self._train_file,
                 )
                 rows.append(self._score(candidate, self._dev))
-            solved = rows[-len(RIDGES) :]
-            best = Candidate(**max(solved, key=lambda row: row["scores"][MEAN]))
+            best = Candidate(**max(rows, key=lambda row: row["scores"][MEAN]))
+            if aligned is not None:  # a new model's vectors as they are mean nothing here
+                return rows
             return rows + [self._score(_blend(best, blend), self._dev) for blend in BLENDS]
 
         self._add(name, lambda folder: work.on_first_rank(fit_and_score, folder))
@@ -745,9 +743,8 @@ class Ladder:
         def train_and_score(folder: Path) -> list[dict[str, Any]]:
             assert self.documents is not None
             started = time.monotonic()
-            data, batch_size = self.job.data, self.job.batch_size
-            start = self.given.start if self.given is not None else None
-            write_trained_map(self.base, data, self.documents, batch_size, folder, seconds, start)
+            train_file, batch_size = self.job.data / TRAIN_FILE, self.job.batch_size
+            write_trained_map(self.base, train_file, self.documents, batch_size, folder, seconds)
             candidate = Candidate(
                 "linear map by gradients",
                 LINEAR_MAP,

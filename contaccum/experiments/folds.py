@@ -224,18 +224,16 @@ def score_fold(
 
     def hold_out() -> None:
         pairs.hold_out(data, number)
-        start = given.start if given else None
         if given is None:
             encode_corpus(job, base, "base", data / CORPUS_FILE, store)
-        if chosen.system == "map" and chosen.ridge is None:
-            documents, seconds = open_documents(), 2 * chosen.training_seconds  # it may be busier
-            write_trained_map(base, data, documents, job.batch_size, folder, seconds, start)
-        elif chosen.system == "map":
-            assert chosen.ridge is not None  # because of the case above
-            ridges = [chosen.ridge]
-            write_linear_maps(
-                base, train_file, open_documents(), ridges, job.batch_size, folder, start
-            )
+        if chosen.system != "map":
+            return
+        arguments = (base, train_file, open_documents())
+        if chosen.ridge is None:
+            write_trained_map(*arguments, job.batch_size, folder, 2 * chosen.training_seconds)
+        else:
+            aligned = given and given.aligned
+            write_linear_maps(*arguments, [chosen.ridge], job.batch_size, folder, aligned)
 
     def test() -> ScoreColumns:
         test_set = load_beir_folder(data / "test", "test")

@@ -17,17 +17,16 @@ from typing import Any, NamedTuple
 import numpy as np
 import torch
 from safetensors.torch import save_file
-from sentence_transformers.base.modules import InputModule
 from sentence_transformers.sentence_transformer.modules import Router
 from torch.nn.functional import normalize
 
 from contaccum.data.beir import find_beir_file, is_beir_folder
-from contaccum.data.records import RecordSource, read_passages
-from contaccum.data.rows import RecordReport, passage_text
+from contaccum.data.records import Passage, RecordSource, read_passages
+from contaccum.data.rows import RecordReport
+from contaccum.data.sampling import text_ids
 from contaccum.data.split import CORPUS_FILE, TRAIN_FILE
 from contaccum.data.vectors import SIDES, read_vectors
 from contaccum.encoders.dual_encoder import DualEncoder
-from contaccum.encoders.linear_map import solve_linear_map
 from contaccum.encoders.names import model_name
 from contaccum.encoders.settings import get_prompt, get_tower
 from contaccum.errors import DataError, quoted
@@ -51,29 +50,28 @@ from contaccum.retrieval.store import EmbeddingStore, StoreWriter
 from contaccum.training.setup import load_encoder
 
 MAX_ALIGNED = 2000
-"""The number of documents by which the vectors of a new model are aligned with given ones."""
+"""The number of documents by which the vectors of a new model are mapped to given ones."""
 
-_ALIGNMENT_RIDGE = 1.0
 _PREPARED_FILE = "prepared.json"
 _ROWS_PER_SHARD = 8192  # memory holds a shard; with 1,536 dimensions it has 50 MB
 
 
-class VectorTable(InputModule):
-    """Module that returns the given vectors of texts, in place of an encoder.
+class VectorTable(torch.nn.Module):
+    """Module of a SentenceTransformer that returns given vectors of texts, in place of an encoder.
 
     Attributes:
         side: "queries" or "documents".
         vectors: the vectors by text; None until they are read.
     """
 
+    modalities = ("text",)
+
     def __init__(self, side: str) -> None:
         super().__init__()
         self.side = side
         self.vectors: StoreDocuments | None = None
 
-    def preprocess(
-        self, inputs: Sequence[Any], prompt: str | None = None, **kwargs: Any
-    ) -> dict[str, Any]:
+    def preprocess(self, inputs: Sequence[str], **kwargs: Any) -> dict[str, Any]:
         """Return the vectors of n texts, float32 (n, d).
 
         Raises:
@@ -92,15 +90,6 @@ class VectorTable(InputModule):
     def forward(self, features: dict[str, Any], **kwargs: Any) -> dict[str, Any]:
         """Return the features, which have the vectors already."""
         return features
-
-    def get_embedding_dimension(self) -> int:
-        """Return d."""
-        assert self.vectors is not None
-        return self.vectors.dimension
-
-    def save(self, *args: Any, **kwargs: Any) -> None:
-        """Refuse: the vectors are the user's files."""
-        raise NotImplementedError
 
 
 def load_vectors(
@@ -126,82 +115,62 @@ def load_vectors(
     router = Router.for_query_document([tables["queries"]], [tables["documents"]])
     base = DualEncoder(modules=[router], similarity_fn_name="cosine", device="cpu")
     folder = job.folder / "vectors"
+    # A BEIR folder and a split have test sets of their own, and texts that stay.
+    keeps_texts = pairs.is_split or is_beir_folder(pairs.path)
     if not folder.exists():
+        report = RecordReport(pairs.on_bad_record)
         with atomic_folder(folder) as new_folder:
-            for line in _write_vectors(vectors, pairs, new_folder, base, sides):
-                job.print_line(line)
+            texts = _read_texts(pairs, report)
+            identity = encoding_identity(base, "float32", "float32", _ROWS_PER_SHARD)
+            written = {}
+            for side in sides:
+                writer = StoreWriter(new_folder / side, identity, {"model_name": str(vectors)})
+                written[side] = _write_side(writer, vectors, texts, report, keeps_texts)
+            dimensions = [side.dimension for side in written.values()]
+            if len(set(dimensions)) > 1:
+                raise DataError(
+                    f"{vectors}: queries have {dimensions[0]:,} dimensions, and documents "
+                    f"{dimensions[1]:,} (give vectors of one model)"
+                )
+            has_texts = all(side.has_texts for side in written.values())
+            if not has_texts and len(sides) == 1:
+                raise DataError(
+                    f"{vectors}: the documents have only ids, and a new model needs their texts "
+                    "(give --corpus with the same ids)"
+                )
+            if not keeps_texts:
+                lines = _match_pairs(pairs, vectors, written, report)
+                write_text(new_folder / TRAIN_FILE, lines)
+                write_text(new_folder / CORPUS_FILE, written["documents"].lines)
+            write_json(new_folder / _PREPARED_FILE, {"has_texts": has_texts})
+        if report.reported:
+            job.print_line(report.summary())
     for side in sides:
         tables[side].vectors = StoreDocuments(EmbeddingStore.open(folder / side))
     documents = tables["documents"].vectors
     assert documents is not None
     documents.has_texts = read_json(folder / _PREPARED_FILE)["has_texts"]
-    if not _keeps_texts(pairs):
-        pairs = Pairs(
-            folder / TRAIN_FILE,
-            folder / CORPUS_FILE,
-            dev=pairs.dev,
-            test=pairs.test,
-            future=pairs.future,
-        )
+    shown = f"{vectors}: {len(documents):,} documents of {documents.dimension:,} dimensions"
+    if not documents.has_texts:
+        shown += "; without texts, BM25 and near-duplicates are not searched"
+    job.print_line(shown)
+    if not keeps_texts:
+        sizes: Any = {"dev": pairs.dev, "test": pairs.test, "future": pairs.future}
+        pairs = Pairs(folder / TRAIN_FILE, folder / CORPUS_FILE, **sizes)
     return base, documents, pairs
 
 
-def _keeps_texts(pairs: Pairs) -> bool:
-    """Return True for a BEIR folder or a split, which have test sets, and texts that stay."""
-    return pairs.is_split or is_beir_folder(pairs.path)
-
-
-def _write_vectors(
-    vectors: Path, pairs: Pairs, folder: Path, base: DualEncoder, side_names: Sequence[str]
-) -> list[str]:
-    """Write a store for each side, and the pairs and the corpus with the texts of the stores.
-
-    Returns:
-        Lines for the user: the vectors, and the records that are left out.
-    """
-    report = RecordReport(pairs.on_bad_record)
-    sources = {"queries": None, "documents": pairs.corpus}
+def _read_texts(pairs: Pairs, report: RecordReport) -> dict[str, dict[str, Passage]]:
+    """Return {side: {id: passage}} of the corpus, or of a BEIR folder."""
+    files = {} if pairs.corpus is None else {"documents": pairs.corpus}
     if is_beir_folder(pairs.path) and not pairs.is_split:
-        sources["queries"] = find_beir_file(pairs.path, "queries.jsonl")
-        sources["documents"] = find_beir_file(pairs.path, "corpus.jsonl")
-    sides = {}
-    for side in side_names:
-        source = sources[side]
-        texts = {}
-        if source is not None:
-            columns = pairs.corpus_columns if source == pairs.corpus else None
-            for passage in read_passages(source, report, may_be_blank=True, columns=columns):
-                texts[passage.id] = (passage.title, passage.text)
-        sides[side] = _write_side(vectors, side, texts, folder / side, base, _keeps_texts(pairs))
-    queries, documents = sides.get("queries"), sides["documents"]
-    has_texts = documents.has_texts
-    num_queries = ""
-    if queries is None and not has_texts:
-        raise DataError(
-            f"{vectors}: the documents have only ids, and a new model needs their texts (add a "
-            "column text, or give --corpus with the same ids)"
-        )
-    if queries is not None:
-        has_texts &= queries.has_texts
-        num_queries = f"{len(queries.lines):,} queries and "
-        if queries.dimension != documents.dimension:
-            raise DataError(
-                f"{vectors}: the queries have {queries.dimension:,} dimensions, and the documents "
-                f"{documents.dimension:,} (give both by one model)"
-            )
-    if not _keeps_texts(pairs):
-        matched = _match_pairs(pairs, vectors, queries, documents, report)
-        write_text(folder / TRAIN_FILE, matched)
-        write_text(folder / CORPUS_FILE, documents.lines)
-    write_json(folder / _PREPARED_FILE, {"has_texts": has_texts})
-    line = (
-        f"{vectors}: {num_queries}{len(documents.lines):,} documents of {documents.dimension:,} "
-        "dimensions"
-    )
-    if not has_texts:
-        line += "; without texts, BM25 and near-duplicates are not searched"
-    lines = [line]
-    return lines + [report.summary()] * bool(report.reported)
+        names = {"queries": "queries.jsonl", "documents": CORPUS_FILE}
+        files = {side: find_beir_file(pairs.path, name) for side, name in names.items()}
+    texts = {}
+    for side, file in files.items():
+        passages = read_passages(file, report, may_be_blank=True, columns=pairs.corpus_columns)
+        texts[side] = {passage.id: passage for passage in passages}
+    return texts
 
 
 class _Side(NamedTuple):
@@ -221,58 +190,53 @@ class _Side(NamedTuple):
 
 
 def _write_side(
+    writer: StoreWriter,
     vectors: Path,
-    side: str,
-    texts: Mapping[str, tuple[str, str]],
-    folder: Path,
-    base: DualEncoder,
+    texts: Mapping[str, Mapping[str, Passage]],
+    report: RecordReport,
     keeps_texts: bool,
 ) -> _Side:
-    """Write the store of a side.
+    """Write the store of a side, which has the name of its folder.
 
     Args:
-        texts: {id: (title, text)} of rows that have no text in their file.
-        base: its identity is that of the store.
+        texts: see `_read_texts`; of rows that have no text in their file.
         keeps_texts: True: a row with a blank text keeps it.
     """
-    arrays: list[np.ndarray] = []  # that are read, but not yet written
+    side = writer.folder.name
+    arrays: list[np.ndarray] = []  # vectors that are read, but not yet written
     by_id: dict[str, str] = {}
     by_text: dict[str, str] = {}
     lines: list[str] = []
     has_texts = False
 
-    def list_passages() -> Iterator[tuple[str, str, str]]:
+    def list_passages() -> Iterator[Passage]:
         nonlocal has_texts
-        for block in read_vectors(vectors, side):
-            arrays.append(block.embeddings)
-            for name, title, text in block.names:
-                if not passage_text(title, text):
-                    title, text = texts.get(name, ("", ""))
-                if passage_text(title, text):
-                    has_texts = True
-                elif not keeps_texts:
-                    # The hash keeps ids apart that are nearly equal, such as chunk-17 and chunk-18.
-                    text = f"{name} [{hashlib.sha256(name.encode()).hexdigest()[:32]}]"
-                passage = passage_text(title, text)
-                by_id[name] = passage
-                by_text.setdefault(passage, passage)
-                by_text.setdefault(text.strip(), passage)
-                lines.append(json.dumps({"_id": name, "title": title, "text": text}) + "\n")
-                yield name, title, text
+        for row in read_vectors(vectors, side, report, arrays):
+            row = row if row.passage else texts.get(side, {}).get(row.id, row)
+            if row.passage:
+                has_texts = True
+            elif not keeps_texts:
+                # The hash keeps ids apart that are nearly equal, such as chunk-17 and chunk-18.
+                digest = hashlib.sha256(row.id.encode()).hexdigest()[:32]
+                row = row._replace(text=f"{row.id} [{digest}]")
+            by_id[row.id] = row.passage
+            by_text.setdefault(row.passage, row.passage)
+            by_text.setdefault(row.text.strip(), row.passage)
+            lines.append(json.dumps({"_id": row.id, "title": row.title, "text": row.text}) + "\n")
+            yield row
 
     def take(shard: Sequence[str]) -> np.ndarray:
-        embeddings = np.concatenate(arrays)
-        arrays[:] = [embeddings[len(shard) :]]
-        return embeddings[: len(shard)]
+        embeddings = np.stack(arrays[: len(shard)])
+        del arrays[: len(shard)]
+        return embeddings
 
-    identity = encoding_identity(base, "float32", "float32", _ROWS_PER_SHARD)
-    StoreWriter(folder, identity, {"model_name": str(vectors)}).fill(list_passages(), take)
-    dimension = EmbeddingStore.open(folder).shape[1]
+    writer.fill(list_passages(), take)
+    dimension = EmbeddingStore.open(writer.folder).shape[1]
     return _Side(dimension, {**by_text, **by_id}, lines, has_texts)
 
 
 def _match_pairs(
-    pairs: Pairs, vectors: Path, queries: _Side | None, documents: _Side, report: RecordReport
+    pairs: Pairs, vectors: Path, sides: Mapping[str, _Side], report: RecordReport
 ) -> Iterator[str]:
     """Yield the pairs with the texts of the stores, as lines of training data.
 
@@ -282,39 +246,28 @@ def _match_pairs(
     source = RecordSource(
         pairs.path, pairs.data_format, columns=pairs.columns, min_score=pairs.min_score
     )
-    missing: dict[str, list[str]] = {"queries": [], "documents": []}
+    missing: dict[str, list[str]] = {side: [] for side in SIDES}
     for record in source.records(report):
-        query: str | None = record.query.strip()
-        if queries is not None:
-            query = queries.text_of.get(record.query.strip())
-        positives = []
-        if query is None:
-            missing["queries"].append(record.query)
-        for name in record.positives:
-            if name in documents.text_of:
-                positives.append(documents.text_of[name])
-            else:
-                missing["documents"].append(name)
-        yield json.dumps({"query": query, "positive": positives}) + "\n"
-    for side, names in missing.items():
-        if names:
+        names = {"queries": [record.query.strip()], "documents": record.positives}
+        for side, written in sides.items():
+            missing[side] += [name for name in names[side] if name not in written.text_of]
+            names[side] = [written.text_of.get(name, name) for name in names[side]]
+        yield json.dumps({"query": names["queries"][0], "positive": names["documents"]}) + "\n"
+    for side, unknown in missing.items():
+        if unknown:
             raise DataError(
-                f"{pairs.path}: {len(names):,} pairs name {side} that {vectors} does not have, "
-                f"such as {quoted(names[0])} (add their vectors, or leave the pairs out)"
+                f"{pairs.path}: {len(unknown):,} pairs name {side} that {vectors} does not have, "
+                f"such as {quoted(unknown[0])} (add their vectors, or leave the pairs out)"
             )
 
 
 def load_new_model(
     job: Job, model: str, documents: StoreDocuments
 ) -> tuple[DualEncoder, GivenVectors]:
-    """Load a new model for queries, and align its vectors with the given ones of documents.
+    """Load a new model for queries, whose documents keep the given vectors.
 
-    For comparison it encodes all documents anew, into a folder of the ladder. The alignment needs
-    only `MAX_ALIGNED` of them: W of ridge regression from their new vectors to the given ones.
-
-    Returns:
-        The model with the query tower of the new one, whose documents are the given vectors; and
-        these vectors with the alignment.
+    For comparison it encodes all documents anew, into a folder of the ladder. A map needs only
+    `MAX_ALIGNED` of them.
     """
     settings = propose_settings(job.data / TRAIN_FILE, model, job.given)
     new_model = load_encoder(make_base_settings(settings), job.args)
@@ -323,37 +276,34 @@ def load_new_model(
     started = time.monotonic()
     test_corpus = job.data / "test" / CORPUS_FILE
     encoder = encode_corpus(job, new_model, name, test_corpus, folder / STORE_FOLDER)
+    if encoder.num_encoded:
+        seconds = format_duration(time.monotonic() - started)
+        job.print_line(f"{name}: {encoder.num_encoded:,} documents encoded anew in {seconds}")
     if not (folder / TRAINING_FOLDER).exists():
         with atomic_folder(folder / TRAINING_FOLDER) as new_folder:
             new_model.save_pretrained(str(new_folder))
-    if encoder.num_encoded:
-        job.print_line(
-            f"{name}: all {encoder.num_encoded:,} documents encoded anew in "
-            f"{format_duration(time.monotonic() - started)}"
-        )
     # Documents of held-out queries alone do not take part.
     passages = read_passages(job.data / CORPUS_FILE, RecordReport(), may_be_blank=True)
     texts = [passage.passage for passage in passages]
-    texts = texts[:: max(1, len(texts) // MAX_ALIGNED)]
-    stored = StoreDocuments(EmbeddingStore.open(folder / STORE_FOLDER))
-    found, new_vectors = stored.find_embeddings(texts)
-    also_found, vectors = documents.find_embeddings([texts[index] for index in found.tolist()])
-    x = normalize(torch.from_numpy(new_vectors[also_found]).double())
-    p = normalize(torch.from_numpy(vectors).double())
-    zeros = torch.zeros(x.shape[1], p.shape[1], dtype=torch.float64)
-    start = solve_linear_map(x, p, _ALIGNMENT_RIDGE, zeros)
-
+    texts = texts[:: -(-len(texts) // MAX_ALIGNED)]
+    encoded = StoreDocuments(EmbeddingStore.open(folder / STORE_FOLDER))
+    has_both = encoded.contains(text_ids(texts)) & documents.contains(text_ids(texts))
+    texts = [text for text, is_found in zip(texts, has_both, strict=True) if is_found]
+    old, new = (
+        normalize(torch.from_numpy(source.find_embeddings(texts)[1]).double())
+        for source in (documents, encoded)
+    )
     table = VectorTable("documents")
     table.vectors = documents
     query_tower: list[Any] = list(get_tower(new_model, "query").children())
     base = DualEncoder(
         modules=[Router.for_query_document(query_tower, [table])],
-        prompts={"query": get_prompt(new_model, "query"), "document": ""},
+        prompts={"query": get_prompt(new_model, "query")},
         similarity_fn_name="cosine",
         device=str(new_model.device),
         trust_remote_code=new_model.trust_remote_code,
     )
-    return base, GivenVectors(documents, start, name)
+    return base, GivenVectors(documents, name, (new, old))
 
 
 def write_map(candidate: Candidate, folder: Path, dimension: int, file: Path) -> None:

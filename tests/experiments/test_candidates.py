@@ -260,7 +260,8 @@ def test_maps_are_the_ridge_solutions_of_the_first_training_pairs(climbed, tmp_p
     rows = [json.loads(line) for line in train_file.read_text().splitlines()[:12]]
     queries = encode_texts(climbed.base, [row["query"] for row in rows], "query")
     passages = encode_texts(climbed.base, [row["positive"] for row in rows])
-    weights = solve_linear_map(torch.tensor(queries), torch.tensor(passages), 3.0).numpy()
+    targets = torch.tensor(passages - queries)
+    weights = solve_linear_map(torch.tensor(queries), targets, 3.0).numpy()
     expected = queries @ (np.eye(16) + weights)
     expected /= np.linalg.norm(expected, axis=1, keepdims=True)
     model = load_candidate(candidate, climbed.base, tmp_path)

@@ -74,10 +74,10 @@ def test_maps_of_ids_alone_equal_ridge_by_numpy_and_find_the_documents(rotated, 
     x, p = (np.array(part) / np.linalg.norm(part, axis=1, keepdims=True) for part in (x, p))
     maps = load_file(output / "candidates" / "linear_map" / "map.safetensors")
     assert list(maps) == ["1", "10", "100"]
-    for ridge, weights in maps.items():
+    for ridge, matrix in maps.items():
         system = x.T @ x + float(ridge) * np.eye(DIMENSION)
-        expected = np.linalg.inv(system) @ x.T @ (p - x)
-        np.testing.assert_allclose(weights, expected, rtol=0, atol=1e-10)
+        expected = np.eye(DIMENSION) + np.linalg.inv(system) @ x.T @ (p - x)
+        np.testing.assert_allclose(matrix, expected, rtol=0, atol=1e-10)
 
     # The three lines of docs/vectors.md.
     matrix = load_file(output / "map.safetensors")["matrix"]
@@ -137,7 +137,7 @@ def test_map_of_a_new_model_is_compared_with_encoding_all_documents_anew(tmp_pat
     argv += [str(tmp_path / "model"), "--test", "100", "--output", str(tmp_path / "out")]
     assert main([*argv, "--use_cpu", "true", "--disable_tqdm", "true"]) == 0
     lines = capsys.readouterr().out.splitlines()
-    assert f"{tmp_path.name}/model: all 50 documents encoded anew in" in "\n".join(lines)
+    assert f"{tmp_path.name}/model: 50 documents encoded anew in" in "\n".join(lines)
     record = json.loads((tmp_path / "out" / "fit.json").read_text())
     new = record["candidates"][1]
     assert new["name"] == f"{tmp_path.name}/model, all encoded anew"
@@ -155,13 +155,13 @@ def test_map_of_a_new_model_is_compared_with_encoding_all_documents_anew(tmp_pat
 @pytest.mark.parametrize(
     ("fault", "words"),
     [
-        ("nan", "the vector of 'chunk-000007' holds NaN"),
-        ("zero", "the vector of 'chunk-000007' is zero"),
-        ("ragged", "row 8 has a vector of 15 dimensions"),
-        ("two dimensions", "the queries have 15 dimensions, and the documents 16"),
-        ("twice", "has the id 'chunk-000000' twice"),
+        ("nan", "queries.parquet:8: a vector of NaN, infinity or"),
+        ("zero", "queries.parquet:8: a vector of zeros: 'chunk-000007'"),
+        ("ragged", "'chunk-000007' has 15, those before it 16"),
+        ("two dimensions", "queries have 15 dimensions, and documents 16"),
+        ("twice", "an id that occurs twice: 'chunk-000000'"),
         ("other ids", "240 pairs name queries that"),
-        ("no embedding", "has no column embedding"),
+        ("no embedding", "needs a column id or text, and embedding"),
         ("no documents", "has no documents.parquet"),
         ("learning_rate", "learning_rate is set"),
         ("model", "model is set"),
