@@ -41,7 +41,9 @@ def run_scripts(
     assert main([*argv, "--no_progress"]) == 0
 
     def run(section: str, bm25_weight: float) -> tuple[list[str], list[float]]:
-        Path("runs/mine/fit.json").write_text(json.dumps({"bm25_weight": bm25_weight}))
+        Path("runs/mine/model/bm25_weight.json").write_text(
+            json.dumps({"bm25_weight": bm25_weight})
+        )
         text = PAGE.read_text(encoding="utf-8").split(f"## {section}\n")[1].split("\n## ")[0]
         for script in re.findall(r"^```python\n(.*?)^```$", text, re.MULTILINE | re.DOTALL):
             assert len(script.splitlines()) <= MAX_LINES

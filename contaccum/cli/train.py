@@ -13,6 +13,7 @@ from contaccum.data.corpus import require_texts
 from contaccum.data.dataset import parse_training_sets
 from contaccum.data.records import RecordSource, parse_columns
 from contaccum.encoders.names import require_model
+from contaccum.files import require_exists
 from contaccum.retrieval.store import EmbeddingStore
 from contaccum.settings import Settings, add_options, read, replace, require_complete
 
@@ -79,7 +80,9 @@ def _require_files(settings: Settings) -> None:
         "columns": parse_columns(settings.data_columns),
     }
     for source in parse_training_sets(settings.train_data, common).values():
-        RecordSource(**source, needs_scores=settings.distill is not None)
+        records = RecordSource(**source, needs_scores=settings.distill is not None)
+        if records.data_format != "hub":
+            require_exists(records.path)
     if settings.eval_data is not None:
         resolve_beir_data(settings.eval_data, settings.eval_split)
     if settings.passage_store is not None:

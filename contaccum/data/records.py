@@ -375,8 +375,6 @@ class RecordSource:
         check_choice("data_format", data_format, (None, *DATA_FORMATS))
         self.path = convert_llama_index(Path(os.path.expanduser(path)), split)
         self._columns = parse_columns(columns)
-        if data_format not in (None, "hub", "beir"):
-            read_head(self.path)  # refuses a file that cannot be read
         self.data_format = cast(DataFormat, data_format or sniff_format(self.path, self._columns))
         self._split = split
         self._needs_scores = needs_scores

@@ -111,7 +111,7 @@ def load_vectors(
     Raises:
         DataError: for vectors that cannot be used, and pairs without vectors.
     """
-    tables = {side: VectorTable(side) for side in SIDES}
+    tables: dict[str, Any] = {side: VectorTable(side) for side in SIDES}
     router = Router.for_query_document([tables["queries"]], [tables["documents"]])
     base = DualEncoder(modules=[router], similarity_fn_name="cosine", device="cpu")
     folder = job.folder / "vectors"
@@ -293,7 +293,7 @@ def load_new_model(
         normalize(torch.from_numpy(source.find_embeddings(texts)[1]).double())
         for source in (documents, encoded)
     )
-    table = VectorTable("documents")
+    table: Any = VectorTable("documents")
     table.vectors = documents
     query_tower: list[Any] = list(get_tower(new_model, "query").children())
     base = DualEncoder(

@@ -395,5 +395,5 @@ def test_a_small_language_model_writes_questions_to_train_on(tmp_path, output):
     assert main([*argv, "--budget", "30s", "--output", str(tmp_path / "fit")]) == 0
     assert (
         " on generated questions: "
-        in json.loads((tmp_path / "fit/fit.json").read_text())["verdict"]["line"]
+        in json.loads((tmp_path / "fit/result.json").read_text())["verdict"]["line"]
     )

@@ -190,7 +190,7 @@ def test_pairs_whose_document_is_outside_the_corpus_are_not_trained_on(tmp_path,
     data = load_training_data(folder)
     assert [row["positive"] for row in data.dataset] == ["second text"]
     assert data.report.by_reason == {"relevant document outside the corpus": 2}
-    assert load_mining_data(folder).queries == ["first query"]
+    assert [query.text for query in load_mining_data(folder).queries] == ["first query"]
     assert len(caplog.messages) == 1
 
 

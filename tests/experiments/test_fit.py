@@ -152,7 +152,7 @@ def test_generated_questions_are_compared_on_dev_and_are_never_in_dev_or_test(ro
         **{**SETTINGS, "num_train_epochs": 1},
     )
     assert " on generated questions: " in str(result.verdict)
-    record = json.loads((tmp_path / "out" / "fit.json").read_text())
+    record = json.loads((tmp_path / "out" / "result.json").read_text())
     names = {row["name"] for row in record["candidates"]}
     assert {"linear map, ridge 1", "linear map, ridge 1, with generated questions"} <= names
     maps = [row for row in record["candidates"] if row["system"] == "map"]

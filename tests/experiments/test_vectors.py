@@ -53,7 +53,7 @@ def test_maps_of_ids_alone_equal_ridge_by_numpy_and_find_the_documents(rotated, 
     output = tmp_path / "out"
     argv = ["fit", str(rotated / "pairs.csv"), "--vectors", str(rotated / "vectors")]
     assert main([*argv, "--output", str(output), "--require", "better"]) == 0
-    record = json.loads((output / "fit.json").read_text())
+    record = json.loads((output / "result.json").read_text())
     assert record["verdict"]["free"] < 0.2
     assert record["verdict"]["chosen"] > 0.9
     assert record["verdict"]["folds"] == 3
@@ -108,7 +108,7 @@ def test_candidates_equal_those_of_the_model_that_made_the_vectors(tmp_path):
     def list_candidates(data: Path, name: str, **options: Any) -> list[dict[str, Any]]:
         output = tmp_path / name
         contaccum.fit(data, output=output, use_cpu=True, disable_tqdm=True, **options)
-        rows = json.loads((output / "fit.json").read_text())["candidates"][:7]
+        rows = json.loads((output / "result.json").read_text())["candidates"][:7]
         return [{key: row[key] for key in ("scores", "vectors", "bm25_weight")} for row in rows]
 
     training = {"method": "query_side", "max_steps": 1, "learning_rate": 1e-7}
@@ -138,7 +138,7 @@ def test_map_of_a_new_model_is_compared_with_encoding_all_documents_anew(tmp_pat
     assert main([*argv, "--use_cpu", "true", "--disable_tqdm", "true"]) == 0
     lines = capsys.readouterr().out.splitlines()
     assert f"{tmp_path.name}/model: 50 documents encoded anew in" in "\n".join(lines)
-    record = json.loads((tmp_path / "out" / "fit.json").read_text())
+    record = json.loads((tmp_path / "out" / "result.json").read_text())
     new = record["candidates"][1]
     assert new["name"] == f"{tmp_path.name}/model, all encoded anew"
     assert record["verdict"]["free_name"].startswith(new["name"])
