@@ -105,7 +105,6 @@ def evaluate_beir(
     k_values = check_k_values(k_values)
     warn_of_ignored_judgements(dataset.qrels, dataset.name)
     plan = _plan(model, dataset, k_values, model_name, **settings)
-    identity = fingerprint(plan)
     similarity = settings.pop("similarity", None)
     searcher = FaissSearcher(
         model, show_progress_bar=show_progress, embeddings=embeddings, **settings
@@ -113,7 +112,7 @@ def evaluate_beir(
     run = searcher.search(dataset.corpus, dataset.queries, max(k_values), similarity)
     plan["search"].update(searcher.search_details)
     metrics, per_query = score_run(dataset.qrels, run, k_values)
-    return EvaluationResult(metrics, per_query, run, identity=identity, **plan)
+    return EvaluationResult(metrics, per_query, run, **plan)
 
 
 def _plan(
@@ -141,7 +140,7 @@ def _plan(
     _, index_parameters = check_factory(
         index, dimension, len(dataset.corpus), metric, index_parameters
     )
-    return {
+    plan: dict[str, Any] = {
         "data": describe_data(dataset),
         "model": {
             "fingerprint": model_fingerprint(model),
@@ -150,14 +149,10 @@ def _plan(
             "name": model_name,
         },
         "tokenisation": tokenisation_fingerprint(model),
-        "search": {
-            "index": index,
-            "index_parameters": index_parameters,
-            "k": max(k_values),
-            "k_values": list(k_values),
-        },
+        "search": {"index": index, "index_parameters": index_parameters, "k": max(k_values)},
         "precision": precision,
     }
+    return {**plan, "identity": fingerprint(plan, list(k_values))}
 
 
 def evaluate_once(
@@ -178,7 +173,7 @@ def evaluate_once(
     with suppress(DataError):  # there is no record, or a damaged one
         record = read_result(file)
         plan = _plan(model, dataset, k_values, model_name, **settings)
-        if record.get("identity") == fingerprint(plan):
+        if record.get("identity") == plan["identity"]:
             print_line(f"kept: {file} (same model, data and settings)")
             return record
     result = evaluate_beir(model, dataset, k_values, model_name, show_progress, **settings)

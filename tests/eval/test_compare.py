@@ -510,8 +510,8 @@ def test_two_methods_are_trained_and_a_second_call_trains_missing_runs_only(
             values = [scores[metric] for scores in evaluation["per_query"].values()]
             assert sum(values) / 4 == pytest.approx(evaluation["metrics"][metric])
     run_folder = tmp_path / "runs" / "contaccum_seed-3"
-    assert (run_folder / "train_log.jsonl").exists()
-    assert not list(run_folder.glob("*.safetensors"))  # the weights are not kept
+    assert (run_folder / "training" / "train_log.jsonl").exists()
+    assert not list(run_folder.rglob("*.safetensors"))  # the weights are not kept
 
     started: list[list[str]] = []  # the names of the runs that each call starts
 

@@ -1032,14 +1032,13 @@ def test_best_of_several_base_models_is_trained(root, trained, tmp_path, monkeyp
     assert lines.count("base model: better/model") == 1  # the second start does not choose again
     scored = [line for line in lines if line.endswith(" ms per document on this machine")]
     assert len(scored) == 2
-    fingerprints = json.loads((tmp_path / "out" / "models.json").read_text())
-    assert fingerprints["model"] == model_fingerprint(trained.model)
+    assert work.read_result(tmp_path / "out" / "base_models")["number"] == 2
 
 
 def test_base_models_that_were_left_out_are_compared_when_the_budget_grows(
     root, trained, tmp_path, monkeypatch
 ):
-    """Without time for any, the fastest one is used; its work is dropped with another choice."""
+    """Without time for any, the fastest one is used; with another choice, its work is replaced."""
     seconds = {"fresh": 1.0, "better/model": 2.0}
     monkeypatch.setattr(
         fit_module, "measure_seconds_per_document", lambda *_: seconds.pop(next(iter(seconds)))
@@ -1061,9 +1060,9 @@ def test_base_models_that_were_left_out_are_compared_when_the_budget_grows(
     fit(100.0)
     assert len([line for line in lines if " is left out: encoding " in line]) == 2
     assert "base model: fresh, the fastest one" in lines
-    models = tmp_path / "out" / "models.json"
-    assert json.loads(models.read_text())["model"] != model_fingerprint(trained.model)
+    store = tmp_path / "out" / "documents" / "store"
+    better = model_fingerprint(trained.model, "document")
+    assert EmbeddingStore.open(store).metadata["model"] != better
     seconds |= {"fresh": 1.0, "better/model": 2.0}
     fit(1e6)
-    assert "base model better/model: what another one has made is dropped" in lines
-    assert json.loads(models.read_text())["model"] == model_fingerprint(trained.model)
+    assert EmbeddingStore.open(store).metadata["model"] == better
