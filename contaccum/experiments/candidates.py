@@ -23,20 +23,21 @@ import math
 import shutil
 import statistics
 import time
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any, NamedTuple
 
+import numpy as np
 import torch
 from safetensors.torch import load_file, save_file
 from torch.nn.functional import normalize
 
 from contaccum import work
-from contaccum.bank.full_softmax import compute_full_softmax_loss
+from contaccum.bank.full_softmax import NO_ROW, DocumentBlock, compute_full_softmax_loss
 from contaccum.data.beir import BeirDataset, load_beir_folder, read_split_queries
-from contaccum.data.records import read_records
+from contaccum.data.records import read_passages, read_records
 from contaccum.data.rows import RecordReport
 from contaccum.data.sampling import text_ids
 from contaccum.data.split import (
@@ -106,6 +107,7 @@ MAX_EPOCHS = 20
 
 _GRADIENT_KEY = "gradient"
 _MAP_ITERATIONS = 25  # of L-BFGS; more gain nothing on dev
+_DOCUMENTS_PER_BLOCK = 8192
 _QUERIES_PER_PASS = 1024  # over the documents; limits the memory for their scores
 _POOL_DEPTH = 10  # top documents of each query in a run; nDCG@10 depends on no others
 _LEAST_SECONDS = 5.0  # for the updates of a training
@@ -330,28 +332,52 @@ def write_linear_maps(
 
 def write_trained_map(
     base: DualEncoder,
-    train_file: Path,
+    data: Path,
     documents: StoreDocuments,
     batch_size: int,
     folder: Path,
     seconds: float,
+    aligned: tuple[torch.Tensor, torch.Tensor] | None = None,
 ) -> None:
-    """Write I + W to `MAP_FILE`, for W that minimises the exact softmax over all documents.
+    """Write S + W to `MAP_FILE`, for W that minimises the exact softmax over documents.
 
     L-BFGS minimises the mean loss of the mapped queries (see `contaccum.bank.full_softmax`) plus
-    `MAP_PENALTY` |W|^2, from W = 0 on, until the seconds are over. Documents are compared by
-    cosine. See `_read_map_pairs` for the pairs.
+    `MAP_PENALTY` |W|^2, from W = 0 on, until the seconds are over. S is the identity; for a new
+    model it is the first map of `write_linear_maps`. Documents are compared by cosine. See
+    `_read_map_pairs` for the pairs.
+
+    Args:
+        data: the folder of the split. Only its training corpus has negatives: documents of held-out
+            queries would be pushed away.
+        aligned: see `write_linear_maps`.
     """
     ends_at = time.monotonic() + seconds
+    train_file = data / TRAIN_FILE
     queries, passages, vectors = _read_map_pairs(base, train_file, documents, batch_size)
     vectors = normalize(vectors)
     positives = PositiveRows(documents, text_ids(queries), text_ids(passages))
-    labels = positives.label_batch(queries, passages)
-    weights = torch.zeros(vectors.shape[1], vectors.shape[1], requires_grad=True)
+    rows_of_pairs = positives.label_batch(queries, passages)
+    corpus = read_passages(data / CORPUS_FILE, RecordReport(), may_be_blank=True)
+    corpus_ids = text_ids(passage.passage for passage in corpus)
+    corpus_rows = torch.from_numpy(np.unique(documents.match_text_ids(corpus_ids)[1]))
+    numbers = torch.full((len(documents) + 1,), NO_ROW)  # the last one is that of `NO_ROW`
+    numbers[corpus_rows] = torch.arange(len(corpus_rows))
+    labels = numbers[rows_of_pairs]
+    start = torch.eye(vectors.shape[1], dtype=torch.float64)
+    if aligned is not None:
+        write_linear_maps(base, train_file, documents, RIDGES[:1], batch_size, folder, aligned)
+        [start] = load_file(folder / MAP_FILE).values()
+    started = vectors @ start.float()
+    weights = torch.zeros_like(start, dtype=torch.float32, requires_grad=True)
     optimizer = torch.optim.LBFGS(
         [weights], max_iter=_MAP_ITERATIONS, history_size=8, line_search_fn="strong_wolfe"
     )
     best: tuple[float, torch.Tensor] = (math.inf, weights.detach().clone())
+
+    def read_corpus() -> Iterator[DocumentBlock]:
+        for first in range(0, len(corpus_rows), _DOCUMENTS_PER_BLOCK):
+            rows = corpus_rows[first : first + _DOCUMENTS_PER_BLOCK]
+            yield DocumentBlock(first, documents.get_embeddings(rows))
 
     def compute_loss() -> torch.Tensor:
         nonlocal best
@@ -362,10 +388,10 @@ def write_trained_map(
             if time.monotonic() > ends_at:
                 raise TimeoutError
             part = compute_full_softmax_loss(
-                normalize(vectors[rows] + vectors[rows] @ weights),
-                documents.get_embeddings(labels[rows, 0]),
+                normalize(started[rows] + vectors[rows] @ weights),
+                documents.get_embeddings(rows_of_pairs[rows, 0]),
                 labels[rows],
-                documents.blocks(torch.device("cpu")),
+                read_corpus(),
                 DEFAULT_TEMPERATURE["cos"],
             )
             part = part * len(rows) / len(vectors)
@@ -376,8 +402,7 @@ def write_trained_map(
 
     with suppress(TimeoutError):
         optimizer.step(compute_loss)
-    matrix = torch.eye(len(weights), dtype=torch.float64) + best[1]
-    save_file({_GRADIENT_KEY: matrix}, folder / MAP_FILE)
+    save_file({_GRADIENT_KEY: start + best[1]}, folder / MAP_FILE)
 
 
 def load_matrix(candidate: Candidate, folder: Path) -> torch.Tensor:
@@ -661,8 +686,7 @@ class Ladder:
         self._search_without_training()
         if self.given is not None:
             self._fit_linear_map()
-            if not self.given.new_model:
-                self._train_linear_map()
+            self._train_linear_map()
             return
         has_query_tower = False
         if not self._has_one_tower:
@@ -743,8 +767,9 @@ class Ladder:
         def train_and_score(folder: Path) -> list[dict[str, Any]]:
             assert self.documents is not None
             started = time.monotonic()
-            train_file, batch_size = self.job.data / TRAIN_FILE, self.job.batch_size
-            write_trained_map(self.base, train_file, self.documents, batch_size, folder, seconds)
+            data, batch_size = self.job.data, self.job.batch_size
+            aligned = self.given and self.given.aligned
+            write_trained_map(self.base, data, self.documents, batch_size, folder, seconds, aligned)
             candidate = Candidate(
                 "linear map by gradients",
                 LINEAR_MAP,
@@ -752,7 +777,8 @@ class Ladder:
                 folder=name,
                 training_seconds=time.monotonic() - started,
             )
-            return [self._score(_blend(candidate, blend), self._dev) for blend in (1.0, *BLENDS)]
+            blends = (1.0, *BLENDS) if aligned is None else (1.0,)
+            return [self._score(_blend(candidate, blend), self._dev) for blend in blends]
 
         self._add(name, lambda folder: work.on_first_rank(train_and_score, folder))
 

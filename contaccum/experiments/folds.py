@@ -228,12 +228,14 @@ def score_fold(
             encode_corpus(job, base, "base", data / CORPUS_FILE, store)
         if chosen.system != "map":
             return
-        arguments = (base, train_file, open_documents())
+        documents, batch_size = open_documents(), job.batch_size
+        aligned = given and given.aligned
         if chosen.ridge is None:
-            write_trained_map(*arguments, job.batch_size, folder, 2 * chosen.training_seconds)
+            seconds = 2 * chosen.training_seconds  # the machine may be busier than before
+            write_trained_map(base, data, documents, batch_size, folder, seconds, aligned)
         else:
-            aligned = given and given.aligned
-            write_linear_maps(*arguments, [chosen.ridge], job.batch_size, folder, aligned)
+            ridges = [chosen.ridge]
+            write_linear_maps(base, train_file, documents, ridges, batch_size, folder, aligned)
 
     def test() -> ScoreColumns:
         test_set = load_beir_folder(data / "test", "test")
