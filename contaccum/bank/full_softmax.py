@@ -29,10 +29,10 @@ from typing import NamedTuple
 
 import torch
 from torch import Tensor
-from torch.nn.functional import pad
+from torch.nn.functional import pad, softplus
 
 from contaccum.bank.logits import MASKED
-from contaccum.bank.row_losses import PrecomputedGradient, compute_row_losses
+from contaccum.bank.row_losses import SOFTPLUS_THRESHOLD, PrecomputedGradient
 from contaccum.distributed import gather_rows, over_ranks, world_size
 
 Multiply = Callable[[Tensor, Tensor], Tensor]
@@ -115,9 +115,9 @@ def compute_full_softmax_loss(
         log_sums = max_logits + exp_sums.log()  # (n,), over the negatives
         mean_documents = weighted_documents / exp_sums[:, None]  # (n, d), under their softmax
         positive_logits = (all_queries * positives).sum(1) / temperature
-        rows = compute_row_losses(log_sums, positive_logits)
-        loss = rows.losses.mean()
-        weights = rows.differences.sigmoid() / (temperature * len(all_queries))
+        differences = log_sums - positive_logits  # (n,), D
+        loss = softplus(differences, threshold=SOFTPLUS_THRESHOLD).mean()
+        weights = differences.sigmoid() / (temperature * len(all_queries))
         gradient = weights[:, None] * (mean_documents - positives)  # (n, d)
         if is_partitioned:
             gradient = gradient[rows_of_this_rank] * world_size()

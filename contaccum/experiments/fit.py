@@ -674,7 +674,10 @@ def judge(
         if name in ("path", "corpus", "generated")
     }
     lines = [describe_vectors(scores)] if chosen.system != "bm25" else []
-    free_system = "bm25" if free.system == "bm25" else "base_with_bm25"
+    has_texts = ladder.documents is None or ladder.documents.has_texts
+    free_system = "base_with_bm25" if has_texts else "base"
+    if free.system == "bm25":
+        free_system = "bm25"
     table = tabulate(
         results,
         first_scores,
@@ -684,7 +687,7 @@ def judge(
         free_system,
         groups=scores["group"],
     )
-    if ladder.documents is not None and not ladder.documents.has_texts:
+    if not has_texts:
         table = [row for row in table if "BM25" not in row["name"]]
     record = {
         "request": {**job.request, "settings": dict(job.given), **asdict(pairs), **paths},

@@ -11,7 +11,6 @@ from small_data import write_beir, write_judged_places
 from contaccum import DualEncoder
 from contaccum.cli import main
 from contaccum.data import CQADUPSTACK_FORUMS, load_beir_folder
-from contaccum.defaults import DEFAULT_K_VALUES
 from contaccum.evaluation.results import read_result
 from contaccum.files import package_versions
 from contaccum.retrieval.encode import model_fingerprint
@@ -60,8 +59,7 @@ def test_record_describes_data_model_and_search(evaluate, two, tmp_path, tiny_mo
         "fingerprint": fingerprint,
     }
     assert len(record["tokenisation"]) == 64
-    search = {"index": "Flat", "index_parameters": None, "k": 1000, "gpus": 0}
-    assert record["search"] == {**search, "k_values": list(DEFAULT_K_VALUES)}
+    assert record["search"] == {"index": "Flat", "index_parameters": None, "k": 1000, "gpus": 0}
     assert record["precision"] == "bfloat16"
     assert record["versions"] == package_versions()
     assert set(record["per_query"]) == set(data.qrels)

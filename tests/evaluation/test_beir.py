@@ -142,8 +142,7 @@ def test_a_run_has_the_largest_inner_products_of_all_pairs(model, places, simila
         assert list(hits.values()) == pytest.approx(scores[best_rows].tolist(), abs=1e-5)
     assert result.model["similarity"] == similarity
     assert result.model["dimension"] == queries.shape[1]
-    search = {"index": "Flat", "index_parameters": None, "k": 5, "gpus": 0}
-    assert result.search == {**search, "k_values": [1, 5]}
+    assert result.search == {"index": "Flat", "index_parameters": None, "k": 5, "gpus": 0}
 
 
 def test_missing_queries_count_as_zero_and_own_documents_are_ignored(model, places):

@@ -305,7 +305,9 @@ def fake_train(monkeypatch, clock, root) -> Iterator[Callable[[dict[str, list[fl
     def start(scores: dict[str, list[float]]) -> list[tuple[Any, ...]]:
         calls: list[tuple[Any, ...]] = []
 
-        def train(settings: Settings, folder: Path, seconds: float | None = None) -> Trained:
+        def train(
+            settings: Settings, folder: Path, status: StatusLine, seconds: float | None = None
+        ) -> Trained:
             planned = settings.max_steps if settings.max_steps > 0 else NUM_EPOCH_UPDATES
             num_updates = planned if seconds is None else min(planned, int(seconds))
             calls.append((settings.method, settings.learning_rate, planned, seconds))

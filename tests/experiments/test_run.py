@@ -13,10 +13,13 @@ from tiny_models import tiny_encoder
 
 from contaccum.experiments import run as run_module
 from contaccum.experiments.run import count_updates, train
+from contaccum.progress import StatusLine
 from contaccum.settings import Settings, replace
 from contaccum.training import log
 from contaccum.training.arguments import ContAccumTrainingArguments
 from contaccum.training.setup import load_data
+
+STATUS = StatusLine(print, str)
 
 
 @pytest.fixture(scope="module")
@@ -43,19 +46,19 @@ def make_settings(root: Path, **changes: Any) -> Settings:
 
 def test_training_is_done_once_and_its_log_is_the_result(root, tmp_path, monkeypatch):
     settings = make_settings(root)
-    first = train(settings, tmp_path)
+    first = train(settings, tmp_path, STATUS)
     assert first.updates == 4
     assert first.rates == pytest.approx([1e-3, 7.5e-4, 5e-4, 2.5e-4])
     assert first.seconds > 0.0
     assert (tmp_path / "training" / "model.safetensors").is_file()
     monkeypatch.setattr(run_module, "train_and_save", lambda *_, **__: pytest.fail("trained again"))
-    assert train(settings, tmp_path) == first
+    assert train(settings, tmp_path, STATUS) == first
 
 
 def test_training_by_the_clock_is_repeated_by_its_rates(root, tmp_path):
-    first = train(make_settings(root), tmp_path / "first", seconds=1e6)
+    first = train(make_settings(root), tmp_path / "first", STATUS, seconds=1e6)
     assert first.updates == 4
-    train(make_settings(root, max_steps=-1, learning_rates=first.rates), tmp_path / "again")
+    train(make_settings(root, max_steps=-1, learning_rates=first.rates), tmp_path / "again", STATUS)
     weights = []
     for name in ("first", "again"):
         weights.append((tmp_path / name / "training" / "model.safetensors").read_bytes())
@@ -66,7 +69,7 @@ def test_training_that_was_stopped_continues_to_the_same_weights(
     root, tmp_path, monkeypatch, capsys
 ):
     settings = make_settings(root, dropout=0.1)
-    train(settings, tmp_path / "whole")
+    train(settings, tmp_path / "whole", STATUS)
 
     def stop(self: Any, args: Any, state: Any, *_: Any, **__: Any) -> None:
         if state.global_step == 1:
@@ -75,12 +78,12 @@ def test_training_that_was_stopped_continues_to_the_same_weights(
     with monkeypatch.context() as patch:
         patch.setattr(log.UpdateLogCallback, "on_step_begin", stop)
         with pytest.raises(SystemExit) as end:
-            train(settings, tmp_path / "stopped")
+            train(settings, tmp_path / "stopped", STATUS)
     assert end.value.code == 130
     output = tmp_path / "stopped" / "training"
     line = f"stopped; saved {output}/checkpoint-2. Start the same command again to continue"
     assert capsys.readouterr().out.endswith(f"{line}\n")
-    assert train(settings, tmp_path / "stopped").updates == 4
+    assert train(settings, tmp_path / "stopped", STATUS).updates == 4
     weights = []
     for name in ("whole", "stopped"):
         weights.append((tmp_path / name / "training" / "model.safetensors").read_bytes())
