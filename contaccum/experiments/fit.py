@@ -222,7 +222,7 @@ def fit(
     may_restart = work.on_first_rank(require_free_folder, folder)
     with work.begin(folder, request, "contaccum fit", may_restart):
         time_budget = work.Budget(seconds, folder)
-        print_once = work.only_first_rank(print_line)
+        print_once = print_line if rank() == 0 else lambda line: None
         job = Job(folder, request, given, args, time_budget, print_once)
         split = hold_out(job, pairs, guards)
         base_model = choose_base_model(job, models)
@@ -319,7 +319,8 @@ def choose_base_model(job: Job, models: Sequence[str]) -> str:
     folder = job.folder / "base_models"
 
     def compare() -> dict[str, Any]:
-        most_seconds = _MAX_SHARE_OF_BASE_MODEL * job.budget.left_here()
+        left = job.budget.seconds - job.budget.used_here()
+        most_seconds = _MAX_SHARE_OF_BASE_MODEL * left
         dataset = sample(load_beir_folder(job.data / "dev", "test"), corpus=_MAX_BASE_DOCUMENTS)
         texts = get_passage_texts(dataset.corpus)
         kinds = read_kinds(job.data / "dev")
