@@ -50,13 +50,6 @@ def on_first_rank(function: Callable[P, R], *args: P.args, **kwargs: P.kwargs) -
     return broadcast(function(*args, **kwargs) if rank() == 0 else None)
 
 
-def only_first_rank(print_line: Callable[[str], None]) -> Callable[[str], None]:
-    """Return a function that prints lines on the first rank only."""
-    from contaccum.distributed import rank
-
-    return print_line if rank() == 0 else lambda line: None
-
-
 # The same work ------------------------------------------------------------------------------------
 
 
@@ -321,12 +314,8 @@ class Budget:
         """
         return on_first_rank(self.used_here)
 
-    def left_here(self) -> float:
-        """Return the seconds that are left by the clock of this rank; negative if none are."""
-        return self.seconds - self.used_here()
-
     def left(self) -> float:
-        """Return the seconds that are left by the clock of the first rank; see `used`."""
+        """Return the seconds that are left, negative if none are; see `used`."""
         return self.seconds - self.used()
 
     @contextmanager

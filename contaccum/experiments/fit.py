@@ -256,7 +256,7 @@ def fit(
     with work.begin(folder, request, "contaccum fit", may_restart), ExitStack() as quiet:
         time_budget = work.Budget(seconds, folder)
         status = StatusLine(
-            work.only_first_rank(print_line),
+            print_line if rank() == 0 else lambda line: None,
             lambda: f"{time_budget.used_here() / 60:.1f} of {seconds / 60:.3g} minutes",
         )
         job = Job(folder, request, given, args, time_budget, status)
@@ -405,7 +405,8 @@ def choose_base_model(job: Job, models: Sequence[str]) -> str:
     folder = job.folder / "base_models"
 
     def compare() -> dict[str, Any]:
-        most_seconds = _MAX_SHARE_OF_BASE_MODEL * job.budget.left_here()
+        left = job.budget.seconds - job.budget.used_here()
+        most_seconds = _MAX_SHARE_OF_BASE_MODEL * left
         dataset = sample(load_beir_folder(job.data / "dev", "test"), corpus=_MAX_BASE_DOCUMENTS)
         texts = get_passage_texts(dataset.corpus)
         kinds = read_kinds(job.data / "dev")

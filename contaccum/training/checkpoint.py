@@ -157,7 +157,6 @@ def require_free_folder(args: ContAccumTrainingArguments) -> None:
         return
     run_id = work.read_identity(folder).get("run_id")
     is_finished = work.read_result(folder) is not None
-    checkpoints = find_checkpoints(folder)
     if request == "auto":
         # An unfinished run without a checkpoint was killed before its first one, and starts again.
         is_free = not is_finished or bool(find_complete(folder, run_id))
@@ -167,17 +166,13 @@ def require_free_folder(args: ContAccumTrainingArguments) -> None:
         saved = read_checkpoint(Path(request))
         is_free = saved is None or run_id in (None, saved["run_id"])
     else:
-        is_free = not is_finished and not checkpoints
-    if is_free:
-        return
-    reason = "the folder contains a finished run, which this run would overwrite"
-    if not is_finished:
-        shown = f" with {checkpoints[0].name}" if checkpoints else ""
-        reason = f"the folder contains an unfinished run{shown}"
-    raise ConfigError(
-        f"{folder}: {reason}. Set resume_from_checkpoint=last to continue it, "
-        "overwrite_output_dir=true to replace it, or another output_dir"
-    )
+        is_free = not is_finished and not find_checkpoints(folder)
+    if not is_free:
+        found = "a finished run" if is_finished else "an unfinished run"
+        raise ConfigError(
+            f"{folder}: the folder contains {found}. Set resume_from_checkpoint=last to continue "
+            "it, overwrite_output_dir=true to replace it, or another output_dir"
+        )
 
 
 def choose_checkpoint(

@@ -361,85 +361,6 @@ class ContAccumTrainer(SentenceTransformerTrainer):
             )
         return position
 
-    def _describe_run(self) -> dict[str, Any]:
-        """Return the description of the run; see `_list_resume_settings` about "resume"."""
-        args, model, dataset = self.args, self.model, self.train_dataset
-        num_parameters = num_trained_parameters = 0
-        frozen_base = {}
-        for name, parameter in model.named_parameters():
-            num_parameters += parameter.numel()
-            if parameter.requires_grad:
-                num_trained_parameters += parameter.numel()
-            elif "lora_" not in name:
-                frozen_base[name] = parameter
-        guide = next((each.guide for each in self.bank_losses() if each.guide), None)
-        documents = losses.get_store_documents(self.loss)
-        num_rows = losses.count_rows(dataset)
-        fingerprint = self._data_record.get("fingerprint")
-        if "fingerprint" not in self._data_record and num_rows is not None:
-            texts = Fingerprint()
-            for part in losses.list_parts(dataset):
-                for batch in first_texts(part):
-                    for row in zip(*batch.values(), strict=True):
-                        texts.add(*row)
-            fingerprint = texts.hex()
-        adapters = describe_adapters(model)
-        # With another value of one of these, the saved states of bank and optimizer, or the saved
-        # position in the data, would not be valid. Files are compared by their content, and the
-        # pairs per update by their number, which also depends on the number of ranks.
-        compared_below = {*find("is_path"), "total_train_batch_size"}
-        resume: dict[str, Any] = {}
-        for name in find("on_change", "restart"):
-            if name in self._user_arguments and name not in compared_below:
-                resume[name] = self._user_arguments[name]
-        resume["pairs per update"] = args.total_train_batch_size
-        resume["rows"] = num_rows
-        resume["trained parameters"] = num_trained_parameters
-        resume["engine"] = self.engine
-        resume["adapters"] = adapters
-        # A checkpoint holds neither the base of an adapter nor the guide, and their files may have
-        # changed. The settings of the tokenizer are read from the folder of the model, too.
-        resume["base of the adapters"] = hash_tensors(frozen_base) if has_adapter(model) else None
-        resume["tokenizer, prompts, lengths or pooling"] = tokenisation_fingerprint(model)
-        resume["guide"] = guide and model_fingerprint(guide.model)
-        resume["documents of the store"] = documents and documents.fingerprint
-        resume["data fingerprint"] = fingerprint
-        resume["batch_sampler"] = get_name(args.batch_sampler)
-        description = {
-            "pairs_per_update": args.total_train_batch_size,
-            "data": {"fingerprint": fingerprint, "rows": num_rows, **self._data_record},
-            "model": {
-                "base": getattr(model.model_card_data, "base_model", None),
-                "parameters": num_parameters,
-                "adapters": adapters,
-                "guide": guide and guide.name,
-            },
-        }
-        if documents is not None:
-            description["documents"] = documents.describe()
-        evaluator: Any = self.evaluator
-        if hasattr(evaluator, "describe"):
-            description["evaluation"] = evaluator.describe()
-        return {
-            **description,
-            "resume": resume,
-            "arguments": self._user_arguments,
-            **provenance(),
-        }
-
-    def _list_resume_settings(self) -> dict[str, Any]:
-        """Return the identity of a checkpoint: all that a resumed run must share with it.
-
-        Messages show the names, so those that are not arguments are in plain words.
-        """
-        settings = self._identity["resume"]
-        # With another sampler than the default, or several data sets, the order of the rows also
-        # depends on the batch size, which "auto" may have to find first.
-        is_default_sampler = settings["batch_sampler"] == BatchSamplers.BATCH_SAMPLER.value
-        if not is_default_sampler or isinstance(self.train_dataset, dict):
-            settings["pairs per batch of the sampler"] = self.args.train_batch_size
-        return settings
-
     def _start_run(self) -> None:
         """Load the bank of a checkpoint, write the identity, remove checkpoints to be replaced."""
         args = self.args
@@ -591,6 +512,75 @@ class ContAccumTrainer(SentenceTransformerTrainer):
             micro_batch.reset_peak_memory(self.args.device)
         return metrics
 
+    # The identity of a run -----------------------------------------------------------------------
+
+    def _describe_run(self) -> dict[str, Any]:
+        """Return what decides the result of the run; "resume" is the identity of a checkpoint."""
+        model = self.model
+        parameters = dict(model.named_parameters())
+        num_trained = sum(each.numel() for each in parameters.values() if each.requires_grad)
+        documents = losses.get_store_documents(self.loss)
+        guide = next((each.guide for each in self.bank_losses() if each.guide), None)
+        data = {"rows": losses.count_rows(self.train_dataset), **self._data_record}
+        if "fingerprint" not in data and data["rows"] is not None:
+            texts = Fingerprint()
+            for part in losses.list_parts(self.train_dataset):
+                for batch in first_texts(part):
+                    for row in zip(*batch.values(), strict=True):
+                        texts.add(*row)
+            data["fingerprint"] = texts.hex()
+        base_of_adapters = {}
+        if has_adapter(model):
+            for name, parameter in parameters.items():
+                if not parameter.requires_grad and "lora_" not in name:
+                    base_of_adapters[name] = parameter
+        # With another value of one of these, the saved states of bank and optimizer, or the saved
+        # position in the data, would not be valid. Files are compared by their content, and the
+        # pairs per update by their number, which also depends on the number of ranks.
+        names = find("on_change", "restart").keys() - find("is_path").keys()
+        names = names & self._user_arguments.keys() - {"total_train_batch_size"}
+        resume = {
+            **{name: self._user_arguments[name] for name in sorted(names)},
+            # Messages show the names, so those that are not arguments are in plain words.
+            "pairs per update": self.args.total_train_batch_size,
+            "rows": data["rows"],
+            "data fingerprint": data.get("fingerprint"),
+            "batch_sampler": get_name(self.args.batch_sampler),
+            "trained parameters": num_trained,
+            "engine": self.engine,
+            "adapters": describe_adapters(model),
+            # A checkpoint holds neither the base of an adapter nor the guide, and their files may
+            # have changed. The settings of the tokenizer are read from the model's folder, too.
+            "base of the adapters": hash_tensors(base_of_adapters),
+            "tokenizer, prompts, lengths or pooling": tokenisation_fingerprint(model),
+            "guide": guide and model_fingerprint(guide.model),
+            "documents of the store": documents and documents.fingerprint,
+        }
+        evaluator: Any = self.evaluator
+        return {
+            "data": data,
+            "model": {
+                "base": getattr(model.model_card_data, "base_model", None),
+                "parameters": sum(each.numel() for each in parameters.values()),
+                "guide": guide and guide.name,
+            },
+            "documents": documents and documents.describe(),
+            "evaluation": evaluator.describe() if hasattr(evaluator, "describe") else None,
+            "resume": resume,
+            "arguments": self._user_arguments,
+            **provenance(),
+        }
+
+    def _list_resume_settings(self) -> dict[str, Any]:
+        """Return the identity of a checkpoint: all that a resumed run must share with it."""
+        settings = self._identity["resume"]
+        # With another sampler than the default, or several data sets, the order of the rows also
+        # depends on the batch size, which "auto" may have to find first.
+        is_default_sampler = settings["batch_sampler"] == BatchSamplers.BATCH_SAMPLER.value
+        if not is_default_sampler or isinstance(self.train_dataset, dict):
+            settings["pairs per batch of the sampler"] = self.args.train_batch_size
+        return settings
+
     # Checkpoints ---------------------------------------------------------------------------------
 
     def save_model(self, output_dir: str | None = None, _internal_call: bool = False) -> None:
@@ -654,7 +644,7 @@ class ContAccumTrainer(SentenceTransformerTrainer):
             )
 
     def _save_checkpoint(self, model: nn.Module, trial: Any) -> None:
-        # Private: transformers' method saves neither the bank nor the marker.
+        # Private: transformers' method neither saves the bank nor finishes the checkpoint.
         args = self.args
         num_updates = self.state.global_step
         folder = Path(self._get_output_dir(trial)) / f"checkpoint-{num_updates}"

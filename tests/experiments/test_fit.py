@@ -816,7 +816,7 @@ def test_on_a_gpu_the_micro_batch_is_the_largest_that_its_memory_allows(
     settings = replace(settings, output_dir=str(tmp_path / "run"), max_steps=2, use_cpu=True)
     train_and_save(settings)
     record = json.loads((tmp_path / "run" / "identity.json").read_text())
-    assert (record["micro_batch"], record["pairs_per_update"]) == (4, 16)
+    assert (record["micro_batch"], record["resume"]["pairs per update"]) == (4, 16)
 
 
 @pytest.mark.parametrize(("settings", "pairs_per_update"), [({}, 8), ({"positives": "all"}, 72)])

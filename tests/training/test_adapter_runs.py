@@ -72,7 +72,7 @@ def test_the_base_does_not_change_and_a_run_resumes_bit_for_bit(
         assert line["grad_norm_ratio"] != 1
     assert not list(tmp_path.rglob("model.safetensors"))  # checkpoints contain only the adapter
     record = json.loads((tmp_path / "straight" / "identity.json").read_text())
-    adapters = record["model"]["adapters"]
+    adapters = record["resume"]["adapters"]
     assert len(adapters) == (1 if tied else 2)
     for adapter in adapters:
         assert adapter["r"] == 2

@@ -59,7 +59,7 @@ def test_auto_finds_the_largest_micro_batch_without_changing_the_training(
 
 
 def test_a_run_with_auto_and_a_composing_sampler_resumes(tmp_path, monkeypatch):
-    """Its batches depend on the micro-batch size, which the resumed run reads from the marker."""
+    """Its batches depend on the micro-batch size, which a resumed run reads from its checkpoint."""
     settings = {"batch_sampler": "no_duplicates", **SAVE_EVERY_UPDATE}
     monkeypatch.setattr("contaccum.training.micro_batch.find_micro_batch", lambda *_: 4)
     straight = make_trainer(tmp_path, **AUTO, **settings)

@@ -107,7 +107,7 @@ def test_a_run_leaves_its_record_and_a_model(run):
     record = work.read_identity(run.folder)
     assert record["arguments"]["method"] == "contaccum"
     assert record["arguments"]["seed"] == 5
-    assert record["pairs_per_update"] == 12
+    assert record["resume"]["pairs per update"] == 12
     assert record["updates"] == 8
     assert record["data"]["rows"] == 43
     assert len(record["data"]["fingerprint"]) == 64
