@@ -159,7 +159,7 @@ class FitResult:
 
     @cached_property
     def model(self) -> DualEncoder:
-        """The model that the verdict recommends, which is loaded at the first access."""
+        """The model that the verdict recommends, loaded at the first access; none with vectors."""
         return DualEncoder.from_pretrained(
             str(self.folder / "model"), trust_remote_code=self.trust_remote_code
         )
