@@ -171,10 +171,10 @@ class RetrievalEvaluator(SentenceEvaluator):
 
         documents = self.documents
         assert documents is not None
-        is_read = self._fixed_embeddings is not None and self._fixed_embeddings[0] is documents
-        if not is_read and np.array_equal(text_ids(texts), documents.store.text_ids()):
-            self._fixed_embeddings = (documents, documents.store)
-        elif not is_read:
+        if self._fixed_embeddings is None or self._fixed_embeddings[0] is not documents:
+            if np.array_equal(text_ids(texts), documents.store.text_ids()):
+                self._fixed_embeddings = (documents, documents.store)
+                return documents.store
             embeddings = np.empty((len(texts), documents.dimension), dtype=np.float32)
             stored_indices, stored_embeddings = documents.find_embeddings(texts)
             embeddings[stored_indices] = stored_embeddings

@@ -264,20 +264,21 @@ def fit(
         used_time = Budget(seconds, folder / USED_TIME_FILE)
         job = Job(folder, request, given, args, used_time, only_first_rank(print_line))
         texts = pairs
+        documents: StoreDocuments | None
         given_vectors = None
         if vectors_folder is not None:
             sides = SIDES if new_queries is None else ("documents",)
             base, documents, texts = load_vectors(job, vectors_folder, pairs, sides)
             given_vectors = GivenVectors(documents)
         split = hold_out(job, texts, guards)
-        if vectors_folder is None:
+        if given_vectors is None:
             base_model = choose_base_model(job, models)
             base, proposed = load_base(job, base_model)
             documents, seconds_per_document = encode_documents(job, base, base_model)
         else:
             base_model = str(vectors_folder)
             if new_queries is not None:
-                base, given_vectors = load_new_model(job, models[0], documents)
+                base, given_vectors = load_new_model(job, models[0], given_vectors.documents)
             proposed, seconds_per_document = replace(Settings(), model=base_model), 0.0
         num_folds = texts.count_folds(split)
         ladder = Ladder(
