@@ -118,7 +118,7 @@ def _read_parquet(file: Path) -> Rows:
     import pyarrow.parquet as pq
 
     try:
-        with pq.ParquetFile(file) as table:
+        with pq.ParquetFile(file, memory_map=True) as table:  # else it is read at once
             columns = table.schema_arrow.names
             names = [name for name in _NAMES if name in columns]
             vector_names = [name for name in _VECTOR_NAMES if name in columns]

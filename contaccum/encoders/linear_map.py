@@ -43,8 +43,8 @@ def append_linear_map(model: SentenceTransformer, matrix: Tensor) -> None:
         model: a model with the embedding dimension d.
         matrix: M, (d, e).
     """
-    num_inputs, num_outputs = matrix.shape
-    dense = Dense(num_inputs, num_outputs, bias=False, activation_function=torch.nn.Identity())
+    width, dimension = matrix.shape
+    dense = Dense(width, dimension, bias=False, activation_function=torch.nn.Identity())
     with torch.no_grad():
         # A linear layer multiplies by the transpose of its weights.
         dense.linear.weight.copy_(matrix.T)

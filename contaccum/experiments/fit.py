@@ -144,7 +144,7 @@ class FitResult:
 
     @cached_property
     def model(self) -> DualEncoder:
-        """The model that the verdict recommends, which is loaded at the first access."""
+        """The model that the verdict recommends, loaded at the first access; none with vectors."""
         return DualEncoder.from_pretrained(
             str(self.folder / "model"), trust_remote_code=self.trust_remote_code
         )
@@ -261,6 +261,7 @@ def fit(
         )
         job = Job(folder, request, given, args, time_budget, status)
         texts = pairs
+        documents: StoreDocuments | None
         given_vectors = None
         documents: StoreDocuments | None
         if vectors_folder is not None:
@@ -270,7 +271,7 @@ def fit(
         split = hold_out(job, texts, guards)
         # Only now, because a folder in which nothing was done stays empty.
         quiet.enter_context(status.quiet(folder / LOG_FILE if rank() == 0 else Path(os.devnull)))
-        if vectors_folder is None:
+        if given_vectors is None:
             base_model = choose_base_model(job, models)
             # If a larger budget has found a better base model, all that follows is done again.
             job = job._replace(request={**request, "base model": models.index(base_model)})
@@ -278,7 +279,7 @@ def fit(
             documents, seconds_per_document = encode_documents(job, base, base_model)
         else:
             base_model = str(vectors_folder)
-            if given_vectors is not None and new_queries is not None:
+            if new_queries is not None:
                 base, given_vectors = load_new_model(job, models[0], given_vectors.documents)
             proposed, seconds_per_document = replace(Settings(), model=base_model), 0.0
         num_folds = texts.count_folds(split)

@@ -111,8 +111,9 @@ def load_vectors(
     Raises:
         DataError: for vectors that cannot be used, and pairs without vectors.
     """
-    tables: dict[str, Any] = {side: VectorTable(side) for side in SIDES}
-    router = Router.for_query_document([tables["queries"]], [tables["documents"]])
+    tables = {side: VectorTable(side) for side in SIDES}
+    routes: list[list[Any]] = [[tables[side]] for side in SIDES]
+    router = Router.for_query_document(routes[0], routes[1])
     base = DualEncoder(modules=[router], similarity_fn_name="cosine", device="cpu")
     folder = job.folder / "vectors"
     # A BEIR folder and a split have test sets of their own, and texts that stay.
@@ -295,9 +296,9 @@ def load_new_model(
     )
     table: Any = VectorTable("documents")
     table.vectors = documents
-    query_tower: list[Any] = list(get_tower(new_model, "query").children())
+    routes: list[list[Any]] = [list(get_tower(new_model, "query").children()), [table]]
     base = DualEncoder(
-        modules=[Router.for_query_document(query_tower, [table])],
+        modules=[Router.for_query_document(routes[0], routes[1])],
         prompts={"query": get_prompt(new_model, "query")},
         similarity_fn_name="cosine",
         device=str(new_model.device),
