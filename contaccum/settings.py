@@ -76,7 +76,7 @@ WITH_PASSAGES = METHODS[:-1]
 
 Similarity = Literal["cos", "dot"]
 NormalizeBy = Literal["local", "all"]
-DriftCompensationMode = Literal["auto", "mean", "fresh", "none"]
+DriftCompensationMode = Literal["auto", "batches", "mean", "fresh", "none"]
 CenterGradients = Literal["auto", "both", "passages", "queries", "none"]
 GuideMarginStrategy = Literal["absolute", "relative"]
 DataFormat = Literal["beir", "dpr", "tevatron", "pairs", "triplets", "csv", "parquet", "hub"]
@@ -592,7 +592,7 @@ class InfoNCESettings(LossSettings):
 
         See `contaccum.bank.drift`.
         """
-        return self.drift_compensation in ("auto", "mean")
+        return self.drift_compensation in ("auto", "batches", "mean")
 
 
 # Combinations that cannot work --------------------------------------------------------------------

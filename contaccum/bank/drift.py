@@ -106,6 +106,50 @@ class RunningMean(nn.Module):
         torch.where(condition, variance, self.variance, out=self.variance)
 
 
+MAX_UPDATES = 3
+"""With ``"batches"``, an entry retires when the encoder has been updated more often than this."""
+
+
+class MeanShift(nn.Module):
+    """Movement of the mean of one tower's embeddings, estimated from the training pairs alone.
+
+    The tower's mean is taken to be an exponentially weighted mean of the embeddings of past
+    updates, so it lags behind the tower. But it lags equally when an entry is stored and when it is
+    used, and both means are subtracted from each other: the movement between is not biased as long
+    as the mean moves evenly. Within an update nothing moves, as the encoder does not change.
+    """
+
+    shift: Tensor  # (d,), movement of the mean since the start
+    mean: Tensor  # (d,), weighted mean of the embeddings of past updates
+    weight: Tensor  # (), 1 - exp(-pairs of past updates / HORIZON), which corrects the start at 0
+    total: Tensor  # (d,), sum of the embeddings of the current update
+    count: Tensor  # (), their number
+
+    def __init__(self, dim: int, dtype: torch.dtype, device: torch.device | None = None) -> None:
+        super().__init__()
+        for name in ("shift", "mean", "total"):
+            self.register_buffer(name, torch.zeros(dim, dtype=dtype, device=device))
+        for name in ("weight", "count"):
+            self.register_buffer(name, torch.zeros((), dtype=dtype, device=device))
+
+    def add(self, embeddings: Tensor, not_finite: Tensor) -> None:
+        """Add the embeddings (n, d) of a micro-batch, unless the bool scalar is True."""
+        self.total += embeddings.sum(0).masked_fill(not_finite, 0)
+        self.count += len(embeddings) * ~not_finite
+
+    def end_update(self) -> None:
+        """Move the mean towards that of the update's embeddings."""
+        fraction = -torch.expm1(-self.count / HORIZON)  # 0 without embeddings
+        weight = self.weight * (1 - fraction) + fraction
+        gain = fraction / weight.clamp_min(1e-12)
+        step = gain * (self.total / self.count.clamp_min(1) - self.mean)
+        self.mean += step
+        self.shift += step * (self.weight > 0)  # the first update only sets the mean
+        self.weight.copy_(weight)
+        self.total.zero_()
+        self.count.zero_()
+
+
 class DriftProbe(nn.Module):
     """Measurements of a few fixed texts: their embeddings at several times of training.
 
@@ -272,15 +316,21 @@ class DriftCompensation(nn.Module):
         self.settings = settings
         self.query_mean: RunningMean | None = None
         self.passage_mean: RunningMean | None = None
+        self.query_shift: MeanShift | None = None
+        self.passage_shift: MeanShift | None = None
         self.probe: DriftProbe | None = None
         self.expects_probe = False
         self.age_limit = settings.bank_size
         # Mean, weight and variance of each tower with the current micro-batch included.
         self._next_states: list[tuple[Tensor, Tensor, Tensor]] = []
+        self._local_embeddings: list[Tensor] = []
 
     def make_means(self, dim: int, dtype: torch.dtype, device: torch.device) -> None:
         """Make the running means, at 0, if the settings let entries move."""
-        if self.settings.moves_entries:
+        if self.settings.drift_compensation == "batches":
+            self.query_shift = MeanShift(dim, dtype, device)
+            self.passage_shift = MeanShift(dim, dtype, device)
+        elif self.settings.moves_entries:
             self.query_mean = RunningMean(dim, dtype, device)
             self.passage_mean = RunningMean(dim, dtype, device)
 
@@ -297,6 +347,9 @@ class DriftCompensation(nn.Module):
         `store_means` stores them later, if the loss turns out to be finite. They are None if
         entries do not move. Without ``is_training``, the micro-batch does not count.
         """
+        if self.query_shift is not None and self.passage_shift is not None:
+            self._local_embeddings = [queries, passages]
+            return self.query_shift.shift, self.passage_shift.shift
         if self.query_mean is None or self.passage_mean is None:
             return None, None
         if not is_training or not self.follows_micro_batches:
@@ -321,7 +374,8 @@ class DriftCompensation(nn.Module):
         """
         if bank is None or query_mean is None:
             return None
-        if self.follows_micro_batches and bank.total_enqueued <= PAIRS_PER_MEAN:
+        uses_running_mean = self.query_mean is not None and self.follows_micro_batches
+        if uses_running_mean and bank.total_enqueued <= PAIRS_PER_MEAN:
             return None
         num_runs = bank.num_filled_slots // bank.pairs_per_mean
         return query_mean - bank.query_means[:num_runs]
@@ -334,6 +388,11 @@ class DriftCompensation(nn.Module):
             num_new: n, the number of its pairs.
             not_finite: bool scalar; if it is True, the means stay as they are.
         """
+        if self.query_shift is not None and self.passage_shift is not None:
+            queries, passages = self._local_embeddings
+            self.query_shift.add(queries, not_finite)
+            self.passage_shift.add(passages, not_finite)
+            return self.query_shift.shift
         if self.query_mean is None or self.passage_mean is None:
             return None
         if not self.follows_micro_batches:
@@ -348,6 +407,12 @@ class DriftCompensation(nn.Module):
             bank.query_means.copy_(self.query_mean.mean.expand_as(bank.query_means))
         return self.query_mean.mean
 
+    def end_update(self) -> None:
+        """End an update, after which the encoder is another one."""
+        if self.query_shift is not None and self.passage_shift is not None:
+            self.query_shift.end_update()
+            self.passage_shift.end_update()
+
     def compute_oldest_allowed(self, bank: MemoryBank, num_new: int, clock: UpdateClock) -> int:
         """Compute the number of the oldest pair that stays in use; older pairs must retire.
 
@@ -357,6 +422,12 @@ class DriftCompensation(nn.Module):
         Args:
             num_new: number of pairs that are about to be enqueued.
         """
+        if self.settings.drift_compensation == "batches":
+            if len(clock.update_ends) <= MAX_UPDATES:
+                return 0
+            # The last end is where the current update starts.
+            first_allowed = clock.update_ends[-1 - MAX_UPDATES]
+            return first_allowed // bank.block_size * bank.block_size
         num_too_old = bank.total_enqueued + num_new - self.age_limit
         num_blocks_too_old = round(num_too_old / bank.block_size)
         num_blocks_of_past_updates = clock.update_start // bank.block_size

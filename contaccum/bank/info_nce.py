@@ -285,7 +285,9 @@ class BankedInfoNCE(nn.Module):
             gradient = gradient / (settings.temperature * divisor)  # (n, 2 + h, d)
             if is_training:
                 # center_gradients="auto" starts to centre only if drift is expected.
-                is_drift_expected = settings.drift_compensation == "auto" and num_aged > 0
+                is_drift_expected = (
+                    settings.drift_compensation in ("auto", "batches") and num_aged > 0
+                )
                 self.centering(gradient, is_drift_expected, not_finite)
             if lengths is not None:
                 # For x = y / |y| the gradient of y is that of x without its part along x, divided
@@ -399,6 +401,7 @@ class BankedInfoNCE(nn.Module):
                     "change the batch size or the accumulation steps of the trainer"
                 )
         self.clock.end_update()
+        self.compensation.end_update()
         self.centering.restart()
         if self.bank is not None and self.settings.drift_compensation == "fresh":
             self.bank.retire_all()

@@ -259,9 +259,8 @@ class ContAccumLoss(ModelLoss):
         self.info_nces: nn.ModuleDict = nn.ModuleDict()
         # If drift compensation moves banked embeddings along with the mean embedding, the probe
         # measures how far the mean has moved.
-        self._probe = EncoderProbe(
-            model, self.settings.moves_entries, self.settings.gather_across_devices
-        )
+        uses_probe = self.settings.drift_compensation in ("auto", "mean")
+        self._probe = EncoderProbe(model, uses_probe, self.settings.gather_across_devices)
         self._guide_embeddings: list[Tensor] | None = None
         self._pairs_in_update: int | None = None
         self._has_seen_ids = False
