@@ -43,6 +43,7 @@ COMMON = {
     "weight_decay": "0.01",
     "max_grad_norm": "1.0",
     "dropout": "0.0",
+    "bf16": "true",
     "bank_size": "512",
     "save_strategy": "no",
 }
@@ -215,7 +216,8 @@ def choose_max_updates() -> int:
         result = run(data, "auto", best_rate(data, "auto", 0), SEEDS[0], 0)
         medians.append(statistics.median(result["log"]["bank_fill"]) / PAIRS_PER_UPDATE)
     chosen = max(1, round(statistics.median(medians) - 0.5))
-    write_json(Path("max_updates.json"), {"medians": dict(zip(DATA, medians, strict=True)), "chosen": chosen})
+    record = {"medians": dict(zip(DATA, medians, strict=True)), "chosen": chosen}
+    write_json(Path("max_updates.json"), record)
     return chosen
 
 
