@@ -14,7 +14,7 @@ from torch.nn.functional import cross_entropy
 
 from contaccum import BankedInfoNCE
 from contaccum.bank import drift
-from contaccum.bank.drift import NUM_INTERVALS, DriftProbe, RunningMean
+from contaccum.bank.drift import NUM_INTERVALS, DriftProbe, MeanShift, RunningMean
 
 D = 6
 
@@ -307,3 +307,42 @@ def test_ranks_use_the_smallest_age_limit_of_all_ranks(monkeypatch):
             loss_fn.end_update()
         limits.append(loss_fn.compensation.age_limit)
     assert limits[1] == limits[0] - 5
+
+
+def test_a_mean_that_moves_evenly_is_followed_without_lag():
+    """`batches`: all lags cancel, since a stored mean lags as far as the current one."""
+    velocity = randn(D, seed=1)
+    texts = randn(64, D, seed=2)
+    follower = MeanShift(D, torch.float64)
+    shifts = []
+    for update in range(80):
+        for part in (texts + update * velocity).split(16):
+            follower.add(part, torch.tensor(False))
+        follower.end_update()
+        shifts.append(follower.shift.clone())
+    for age in (1, 5, 20):
+        assert (shifts[-1] - shifts[-1 - age] - age * velocity).abs().max() < 1e-9
+
+
+def test_an_update_whose_micro_batches_are_not_finite_moves_no_mean():
+    follower = MeanShift(D, torch.float64)
+    for update in range(3):
+        follower.add(randn(8, D, seed=update), torch.tensor(False))
+        follower.end_update()
+    before = [buffer.clone() for buffer in follower.buffers()]
+    follower.add(torch.full((8, D), math.nan, dtype=torch.float64), torch.tensor(True))
+    follower.end_update()
+    for old, new in zip(before, follower.buffers(), strict=True):
+        assert torch.equal(old, new)
+
+
+def test_with_batches_entries_retire_after_a_number_of_updates():
+    loss_fn = BankedInfoNCE(bank_size=512, drift_compensation="batches")
+    for update in range(drift.MAX_UPDATES + 3):
+        for step in range(4):
+            batch = [randn(16, D, seed=100 * update + 2 * step + i) for i in range(2)]
+            loss_fn(*make_leaves(batch)).backward()
+            assert loss_fn.bank_age == min(update, drift.MAX_UPDATES)
+            in_use = 64 * min(update, drift.MAX_UPDATES) + 16 * (step + 1)
+            assert loss_fn.last["bank_fill"] == in_use
+        loss_fn.end_update()
