@@ -263,7 +263,6 @@ def fit(
         texts = pairs
         documents: StoreDocuments | None
         given_vectors = None
-        documents: StoreDocuments | None
         if vectors_folder is not None:
             sides = SIDES if new_queries is None else ("documents",)
             base, documents, texts = load_vectors(job, vectors_folder, pairs, sides)
