@@ -207,7 +207,7 @@ def test_map_of_other_vectors_is_refused(rotated, tmp_path, capsys):
     """The output folder of a fit belongs to its vectors."""
     output = str(tmp_path / "out")
     contaccum.fit(rotated / "pairs.csv", vectors=rotated / "vectors", output=output, budget="90s")
-    (tmp_path / "out" / "report.html").unlink()  # as if it were not finished
+    (tmp_path / "out" / "result.json").unlink()  # as if it were not finished
     folder = tmp_path / "vectors"
     documents = np.load(rotated / "vectors" / "documents.npy")
     ids = [f"chunk-{number:06}" for number in range(NUM_PAIRS)]
