@@ -47,6 +47,7 @@ from contaccum.evaluation.metrics import BETTER, WORSE, sign_flip_test
 from contaccum.experiments.budget import format_duration, measure_seconds_per_document
 from contaccum.experiments.candidates import (
     BOTH_TOWERS,
+    CANDIDATES_FOLDER,
     MAP_FILE,
     MEAN,
     Candidate,
@@ -769,4 +770,5 @@ def require_free_folder(folder: Path) -> bool:
             "output folder, or remove this one"
         )
     work.require_own_folder(folder, "a fit")
-    return not (folder / "documents").exists()
+    # With vectors in place of a model, there are no documents to encode.
+    return not any((folder / name).exists() for name in ("documents", CANDIDATES_FOLDER))
