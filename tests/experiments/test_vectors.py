@@ -11,9 +11,11 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
+import torch
 from safetensors.numpy import load_file
 from small_data import contents, write_lines
 from tiny_models import tiny_encoder
+from torch.nn.functional import cross_entropy, normalize
 from translations import make_questions
 
 import contaccum
@@ -48,7 +50,7 @@ def rotated(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return root
 
 
-def test_maps_of_ids_alone_equal_ridge_by_numpy_and_find_the_documents(rotated, tmp_path):
+def test_maps_of_ids_alone_equal_dense_references_and_find_the_documents(rotated, tmp_path):
     """The verdict is over several splits, because there are few test queries."""
     output = tmp_path / "out"
     argv = ["fit", str(rotated / "pairs.csv"), "--vectors", str(rotated / "vectors")]
@@ -78,6 +80,27 @@ def test_maps_of_ids_alone_equal_ridge_by_numpy_and_find_the_documents(rotated, 
         system = x.T @ x + float(ridge) * np.eye(DIMENSION)
         expected = np.eye(DIMENSION) + np.linalg.inv(system) @ x.T @ (p - x)
         np.testing.assert_allclose(matrix, expected, rtol=0, atol=1e-10)
+
+    # The map by gradients, in a dense reference: only training documents are negatives.
+    corpus = [json.loads(line)["_id"] for line in (output / "data" / "corpus.jsonl").open()]
+    assert len(corpus) == len(rows)
+    documents = vectors["positive"][[ids.index(name) for name in corpus]].astype(np.float64)
+    documents = torch.from_numpy(documents / np.linalg.norm(documents, axis=1, keepdims=True))
+    labels = torch.tensor([corpus.index(row["positive"].split()[0]) for row in rows])
+
+    def compute_loss(matrix: torch.Tensor) -> torch.Tensor:
+        logits = normalize(torch.from_numpy(x) @ matrix) @ documents.T / 0.05
+        return cross_entropy(logits, labels) + 0.01 * (matrix - torch.eye(DIMENSION)).square().sum()
+
+    def compute_gradient(matrix: torch.Tensor) -> torch.Tensor:
+        matrix.requires_grad_()
+        return torch.autograd.grad(compute_loss(matrix), matrix)[0]
+
+    [trained] = load_file(output / "candidates" / "trained_map" / "map.safetensors").values()
+    loss = compute_loss(torch.from_numpy(trained))
+    assert loss < min(compute_loss(torch.from_numpy(matrix)) for matrix in maps.values())
+    at_start = compute_gradient(torch.eye(DIMENSION, dtype=torch.float64))
+    assert compute_gradient(torch.from_numpy(trained)).norm() < 0.05 * at_start.norm()
 
     # The three lines of docs/vectors.md.
     matrix = load_file(output / "map.safetensors")["matrix"]
