@@ -1,4 +1,4 @@
-"""benchmarks/gpu.py: dry runs of the parts on the CPU, its errors, the tables of docs/gpu.md."""
+"""benchmarks/gpu.py: dry runs of its parts on the CPU, errors, and the tables of docs/gpu.md."""
 
 import contextlib
 import importlib
@@ -107,11 +107,11 @@ def test_every_part_writes_a_record_and_prints_what_was_not_run(program, tmp_pat
             rate = figures["pairs_per_second"] * seconds["median"]
             assert rate == pytest.approx(case["pairs"])
         assert case["methods"]["mnrl"]["ratio"]["median"] == 1
-    for case in dry_run.cases("compile").values():
-        assert case["new_graphs"]["eager"] == 0
-        for encoder in ("compiled", "compiled, CUDA graphs"):
-            assert case["new_graphs"][encoder] > 0
-            assert case["embedding_difference"][encoder] < 1e-5
+    case = dry_run.cases("compile")["4, 8"]
+    assert case["new_graphs"]["eager"] == 0
+    for encoder in ("compiled", "compiled, CUDA graphs"):
+        assert case["new_graphs"][encoder] > 0
+        assert case["embedding_difference"][encoder] < 1e-5
     for case in dry_run.cases("encoding").values():
         tokens_per_second = case["encode_texts_per_second"] * case["tokens_per_text"]
         assert case["encode_tokens_per_second"] == pytest.approx(tokens_per_second)
@@ -153,10 +153,8 @@ def simulate_little_memory(trainer: Any) -> Any:
 @pytest.mark.long
 def test_recovery_from_a_simulated_memory_error_passes_the_checks(run):
     part = importlib.import_module("gpu_parts.out_of_memory")
-    results = {
-        name: check()
-        for name, check in part.list_recoveries(part.TINY, run, simulate_little_memory)
-    }
+    cases = part.list_recoveries(part.TINY, run, simulate_little_memory)
+    results = {name: check() for name, check in cases}
     assert list(results) == ["halving, grad_accum", "halving, contaccum", "auto, contaccum"]
     for case in results.values():
         assert case["passed"]

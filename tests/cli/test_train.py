@@ -5,18 +5,14 @@ import os
 import re
 import subprocess
 import sys
-from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
 
 import pytest
 import yaml
 from sample_texts import sentences
-from small_data import read_lines, write_lines
+from small_data import read_lines, write_lines, write_pairs
 
 from contaccum import work
-from contaccum.training.log import CollapseWatch
 
 DOCS = Path(__file__).parents[2] / "docs"
 
@@ -116,42 +112,6 @@ def test_evaluation_during_training_is_logged_and_recorded(places, train, tmp_pa
     assert "dev" in capsys.readouterr().err
 
 
-def test_first_process_of_a_host_loads_data_first(places, train, tmp_path, monkeypatch):
-    """The other processes wait, so that files are downloaded and cached once."""
-    from contaccum.training import setup
-    from contaccum.training.arguments import ContAccumTrainingArguments
-
-    events: list[str] = []
-
-    @contextmanager
-    def record_waiting(self: Any, *_: Any, **__: Any) -> Iterator[None]:
-        events.append("others wait")
-        yield
-        events.append("others go on")
-
-    monkeypatch.setattr(ContAccumTrainingArguments, "main_process_first", record_waiting)
-
-    def record_call(name: str, function: Any) -> Any:
-        def call(*args: Any) -> Any:
-            events.append(name)
-            return function(*args)
-
-        return call
-
-    for name in ("load_data", "make_evaluator"):
-        monkeypatch.setattr(setup, name, record_call(name, getattr(setup, name)))
-    evaluation = {"eval_data": places / "beir", "eval_split": "test", "eval_strategy": "epoch"}
-    assert train(tmp_path / "run", max_steps=1, **evaluation) == 0
-    assert events[:4] == ["others wait", "load_data", "make_evaluator", "others go on"]
-
-
-def test_warnings_are_printed_on_their_own_line_above_the_bar(train, tmp_path, monkeypatch, capfd):
-    monkeypatch.setattr(CollapseWatch, "observe", lambda *_: ["odd"])
-    assert train(tmp_path / "run", disable_tqdm="false") == 0
-    warnings = re.findall("(?:^|[\r\n])odd\n", capfd.readouterr().err)
-    assert len(warnings) == 3  # one for each update
-
-
 @pytest.mark.parametrize(
     ("keys", "message"),
     [
@@ -184,29 +144,21 @@ def test_bad_record_stops_before_a_model_is_loaded(places, train, tmp_path, caps
     assert "1 left out" in capsys.readouterr().out
 
 
-def write_files_of_several_sets(folder: Path) -> None:
-    """Write the files of the example of docs/data.md, with 20 queries in each."""
-    passages = sentences(60, 2, 9)
-    pairs = []
-    mined = []
-    faq_lines = ["frage,antwort\n"]
-    for i, query in enumerate(sentences(20, 1)):
-        pair = {"query": query, "positive": passages[i]}
-        negatives = passages[20 + 2 * i : 22 + 2 * i]
-        pairs.append(pair)
-        mined.append({**pair, "negatives": negatives})
-        faq_lines.append(f"{query},{passages[-1 - i]}\n")
-    write_lines(folder / "pairs.jsonl", pairs)
-    write_lines(folder / "hard.jsonl", mined)
-    (folder / "faq.csv").write_text("".join(faq_lines))
-
-
 def test_docs_example_of_several_sets_trains(places, train, tmp_path, monkeypatch, capsys):
     page = (DOCS / "data.md").read_text()
     (section,) = re.findall(r"^## Several sets\n(.*?)^## ", page, re.MULTILINE | re.DOTALL)
     first_example = re.findall(r"```yaml\n(.*?)```", section, re.DOTALL)[0]
     (tmp_path / "example.yaml").write_text(first_example)
-    write_files_of_several_sets(tmp_path)
+    queries, passages = sentences(20, 1), sentences(60, 2, 9)
+    write_pairs(tmp_path / "pairs.jsonl", queries, passages[:20])
+    mined = [
+        {"query": query, "positive": passages[i], "negatives": passages[20 + 2 * i : 22 + 2 * i]}
+        for i, query in enumerate(queries)
+    ]
+    write_lines(tmp_path / "hard.jsonl", mined)
+    faq = zip(queries, reversed(passages), strict=False)
+    lines = ["frage,antwort", *(f"{question},{answer}" for question, answer in faq)]
+    (tmp_path / "faq.csv").write_text("\n".join(lines))
     monkeypatch.chdir(tmp_path)
     exit_code = train(tmp_path / "out", "example.yaml", train_data=None, max_steps=2)
     assert exit_code == 0, capsys.readouterr().err
@@ -216,13 +168,12 @@ def test_docs_example_of_several_sets_trains(places, train, tmp_path, monkeypatc
 
 
 def test_distillation_trains_on_scored_negatives(train, tmp_path):
-    rows = []
-    texts = zip(sentences(20, 0), sentences(20, 1), sentences(20, 2), sentences(20, 3), strict=True)
-    for query, positive, *negatives in texts:
-        scores = [3, 1, 0.5]  # of the positive and the two negatives
-        rows.append(
-            {"query": query, "positive": positive, "negatives": negatives, "scores": scores}
-        )
+    texts = zip(*(sentences(20, seed) for seed in range(4)), strict=True)
+    rows = [
+        # Scores of the positive and the two negatives.
+        {"query": query, "positive": positive, "negatives": negatives, "scores": [3, 1, 0.5]}
+        for query, positive, *negatives in texts
+    ]
     keys = {
         "train_data": write_lines(tmp_path / "scored.jsonl", rows),
         "num_hard_negatives": 2,

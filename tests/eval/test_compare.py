@@ -1,6 +1,6 @@
 """eval/compare: the plan of the runs, fair runs, tuning on dev, the statistics of the report."""
 
-import json
+import itertools
 import shutil
 import statistics
 import sys
@@ -19,13 +19,18 @@ from comparison import processes
 from comparison import run as comparison_run
 from comparison.plan import Group, make_groups, read_options
 from comparison.report import METRICS, build_report, render_markdown
-from comparison.tuning import apply_chosen_values, read_ladder, tune_groups
+from comparison.tuning import (
+    apply_chosen_values,
+    find_best_value,
+    next_values,
+    read_ladder,
+    tune_groups,
+)
 
 from contaccum.errors import ConfigError
-from contaccum.evaluation.metrics import add_holm, sign_flip_test
+from contaccum.evaluation.metrics import sign_flip_test
 from contaccum.files import read_json, write_json
 from contaccum.training.arguments import ContAccumTrainingArguments
-from contaccum.training.setup import load_data
 
 
 @pytest.fixture(scope="module")
@@ -91,27 +96,14 @@ def test_bank_settings_are_dropped_for_methods_without_a_bank(tokens):
 
 
 def test_command_line_overrides_config_files(tmp_path):
-    settings_of_comparison = {
-        "seed": 3,
-        "output_dir": "o",
-        "eval_data": "d",
-        "eval_strategy": "steps",
-        "early_stopping_patience": 3,
-        "load_best_model_at_end": True,
-        "metric_for_best_model": "mrr@10",
-        "save_steps": 2,
-    }
-    settings = {"model": "m", "bank_size": 8, "train_data": ["a", "b"], **settings_of_comparison}
+    """The settings that a comparison sets itself are not read from a config."""
+    settings = {"model": "m", "bank_size": 8, "train_data": ["a", "b"], "seed": 3, "save_steps": 2}
+    settings |= {"output_dir": "o", "eval_strategy": "steps", "metric_for_best_model": "mrr@10"}
     path = tmp_path / "config.yaml"
     path.write_text(yaml.safe_dump(settings))
-    options = read_options([str(path)], ["--bank_size", "16", "--no_bank_hard_negatives", "--bf16"])
-    assert options == {
-        "model": "m",
-        "bank_size": 16,
-        "train_data": ["a", "b"],
-        "bank_hard_negatives": False,
-        "bf16": True,
-    }
+    options = read_options([str(path)], ["--bank_size", "16", "--no_bank_hard_negatives"])
+    data = {"train_data": ["a", "b"]}
+    assert options == {"model": "m", "bank_size": 16, "bank_hard_negatives": False, **data}
 
 
 @pytest.mark.parametrize(
@@ -130,71 +122,6 @@ def test_mistakes_are_refused_before_anything_runs(tokens, options, methods, var
 
 
 # The runs
-
-
-@pytest.fixture
-def sets(data_folder) -> list[dict[str, Any]]:
-    return comparison_run.describe_sets([str(data_folder / "beir")], "test")
-
-
-def make_jobs(groups, sets, folder) -> list[dict[str, Any]]:
-    return comparison_run.make_jobs(groups, [3], sets, folder)
-
-
-def test_a_run_of_another_model_in_the_same_folder_has_another_identity(
-    tokens, tiny_model_path, sets, tmp_path
-):
-    model = tmp_path / "model"
-    shutil.copytree(tiny_model_path, model)
-    groups = plan_runs([*tokens, f"--model={model}"], ["contaccum"])
-    [job] = make_jobs(groups, sets, tmp_path)
-    [same_job] = make_jobs(groups, sets, tmp_path)
-    assert job["identity"] == same_job["identity"]
-    (model / "config.json").write_text((model / "config.json").read_text() + " ")
-    [other_job] = make_jobs(groups, sets, tmp_path)
-    assert job["identity"] != other_job["identity"]
-
-
-def test_all_methods_start_from_the_same_weights_and_data_order(tokens, sets, tmp_path):
-    """tests/training/test_data_order.py checks that an order has the same pairs in each update."""
-    groups = plan_runs(tokens, ["in_batch", "contaccum"])
-    results = [comparison_run.run_job(job) for job in make_jobs(groups, sets, tmp_path)]
-    assert len({result["initial_weights"] for result in results}) == 1
-    assert len({result["data_order"] for result in results}) == 1
-    assert len({result["final_loss"] for result in results}) == 2
-    for result in results:
-        assert result["updates"] == 8
-        assert result["pairs_per_update"] == 12
-        assert result["grad_norm_ratio"] > 0
-    assert json.loads(json.dumps(results)) == results
-
-
-def test_data_order_depends_on_the_micro_batch_only_where_batches_are_composed(tokens):
-    def fingerprint_orders(*options: str) -> set[str]:
-        fingerprints = set()
-        for group in plan_runs([*tokens, *options], ["in_batch", "grad_accum"]):
-            args = get_training_arguments(group)
-            training_data = load_data(group.settings)
-            fingerprints.add(comparison_run.fingerprint_data_order(args, training_data))
-        return fingerprints
-
-    assert len(fingerprint_orders()) == 1
-    assert len(fingerprint_orders("--batch_sampler=no_duplicates")) == 2
-    assert fingerprint_orders("--data_seed=7") != fingerprint_orders()
-
-
-@pytest.mark.long  # the process takes ten seconds to start
-def test_a_run_in_a_process_has_the_result_of_this_process(tokens, sets, tmp_path, monkeypatch):
-    monkeypatch.setenv("PYTHONPATH", f"{ROOT / 'eval' / 'compare'}:{ROOT}")
-    [job] = make_jobs(plan_runs(tokens, ["contaccum"]), sets, tmp_path)
-    assert processes.run_jobs([job], 1) == {}
-    result = read_json(Path(job["folder"], "result.json"))
-    expected = comparison_run.run_job(job)
-    for key in ("identity", "initial_weights", "data_order", "updates", "evaluations"):
-        assert result[key] == expected[key]
-    assert result["final_loss"] == pytest.approx(expected["final_loss"], rel=1e-5)
-    assert result["machine"]["threads"] == processes._count_cores()
-    assert not list(Path(job["folder"]).glob("*.safetensors"))  # the weights are not kept
 
 
 # Replaces comparison.run in the processes; the job decides how the process ends.
@@ -216,29 +143,28 @@ def start_jobs(folder, behaviours, max_processes, progress) -> dict[str, str]:
     """Run a job in `CHILD` for each behaviour."""
     script = folder / "child.py"
     script.write_text(CHILD)
-    jobs = []
-    for number, behaviour in enumerate(behaviours):
-        job = {"name": f"{number}-{behaviour}", "folder": str(folder / str(number))}
-        jobs.append({**job, "behaviour": behaviour})
+    jobs = [
+        {
+            "name": f"{number}-{behaviour}",
+            "folder": str(folder / str(number)),
+            "behaviour": behaviour,
+        }
+        for number, behaviour in enumerate(behaviours)
+    ]
     return processes.run_jobs(jobs, max_processes, progress, (sys.executable, str(script)))
 
 
 def test_failed_jobs_are_named_and_the_others_run(tmp_path):
-    """No more processes run at once than the limit allows, and they share the cores."""
+    """No more processes run at once than the limit allows."""
     lines: list[str] = []
     failed = start_jobs(tmp_path, ["fail", "ok", "killed", "ok"], 2, lines.append)
     assert failed.keys() == {"0-fail", "2-killed"}
     assert "exit code 1: no such thing" in failed["0-fail"]
     assert "exit code -9" in failed["2-killed"]
-    num_threads = str(max(1, processes._count_cores() // 2))
     for folder in ("1", "3"):
-        assert (tmp_path / folder / "result.json").read_text() == num_threads
-    num_running = [0]
-    for line in lines:
-        change = 1 if line.endswith(": started") else -1
-        num_running.append(num_running[-1] + change)
-    assert max(num_running) == 2
-    assert num_running[-1] == 0
+        assert int((tmp_path / folder / "result.json").read_text()) >= 1
+    changes = [1 if line.endswith(": started") else -1 for line in lines]
+    assert max(itertools.accumulate(changes)) == 2
 
 
 def test_an_interrupt_leaves_no_process(tmp_path):
@@ -258,14 +184,13 @@ def test_an_interrupt_leaves_no_process(tmp_path):
 # Tuning
 
 
-def make_train(best_rates, rounds):
-    """Return a function that replaces training.
-
-    The score is the higher, the nearer the learning rate is to the best rate of the entry. A rate
-    of 1 fails. The names of the groups are appended to ``rounds``.
-    """
+def test_every_group_is_tuned_by_its_own_scores_in_common_rounds(tokens):
+    groups = plan_runs(tokens, ["grad_accum", "contaccum"], [["slow", "learning_rate=1e-5"]])
+    best_rates = {"grad_accum": 2e-3, "contaccum": 6e-4}
+    rounds: list[list[str]] = []
 
     def train(groups):
+        """Return scores that fall with the distance to the best rate; a rate of 1 fails."""
         rounds.append([group.name for group in groups])
         results, failed = {}, {}
         for group in groups:
@@ -274,245 +199,196 @@ def make_train(best_rates, rounds):
                 failed[group.run_name(3)] = "not finite"
                 continue
             score = 0.5 - abs(rate - best_rates[group.entry])
-            evaluations = {}
-            for data, gain in (("a", 0.2), ("b", 0.0)):
-                evaluations[data] = {"metrics": {"NDCG@10": score + gain}}
-            results[group.run_name(3)] = {"evaluations": evaluations}
+            results[group.run_name(3)] = {
+                "evaluations": {
+                    data: {"metrics": {"NDCG@10": score + gain}}
+                    for data, gain in (("a", 0.2), ("b", 0.0))
+                }
+            }
         return results, failed
 
-    return train
-
-
-def test_every_group_is_tuned_by_its_own_scores_in_common_rounds(tokens):
-    groups = plan_runs(tokens, ["grad_accum", "contaccum"], [["slow", "learning_rate=1e-5"]])
-    rounds: list[list[str]] = []
     ladder = read_ladder("learning_rate=1e-3,2e-3,1", 3)
-    train = make_train({"grad_accum": 2e-3, "contaccum": 6e-4}, rounds)
     tunings, failed = tune_groups(groups, ladder, train)
     assert [len(names) for names in rounds] == [6, 1, 1]
     assert rounds[1] == ["contaccum_learning_rate-0.00056"]
     assert tunings["grad_accum"]["scores"] == {1e-3: 0.599, 2e-3: 0.6, 1.0: None}
     # The mean over two data sets.
-    score = tunings["contaccum"]["scores"][5.6e-4]
-    assert score == pytest.approx(0.5 + 0.1 - 4e-5)
+    assert tunings["contaccum"]["scores"][5.6e-4] == pytest.approx(0.5 + 0.1 - 4e-5)
     assert failed["tune/grad_accum_learning_rate-1_seed-3"] == "not finite"
     assert not tunings["contaccum"]["at_end"]
 
     final = apply_chosen_values(groups, "learning_rate", tunings)
-    assert [group.name for group in final] == [
-        "grad_accum_learning_rate-0.002",
-        "contaccum_learning_rate-0.00056",
-        "slow",
-    ]
-    rates = [get_training_arguments(group).learning_rate for group in final]
-    assert rates == [2e-3, 5.6e-4, 1e-5]
+    rates = {group.name: get_training_arguments(group).learning_rate for group in final}
+    assert rates == {
+        "grad_accum_learning_rate-0.002": 2e-3,
+        "contaccum_learning_rate-0.00056": 5.6e-4,
+        "slow": 1e-5,
+    }
     tunings["contaccum"]["chosen"] = None  # every run failed
     assert len(apply_chosen_values(groups, "learning_rate", tunings)) == 2
 
 
-# The report
-
-NUM_QUERIES = 20
-QUERY_GROUPS = {f"q{query}": query // 2 for query in range(NUM_QUERIES)}
-SETS = [
-    {
-        "name": "beir",
-        "split": "test",
-        "queries": 20,
-        "documents": 30,
-        "fingerprint": "f",
-        "query_groups": QUERY_GROUPS,
-    }
-]
-FEW_GROUPS = (
-    "the queries of beir are about only 10 different passages: only a large difference can be told "
-    "from chance, whatever the number of queries"
+@pytest.mark.parametrize(
+    ("values", "score_value", "further_values", "best"),
+    [
+        ((1e-4, 1.8e-4, 3.2e-4), lambda x: -abs(x - 1.8e-4), [], 1.8e-4),
+        ((1e-4, 1.8e-4, 3.2e-4), lambda x: -abs(x - 6e-4), [5.8e-4, 1e-3], 5.8e-4),
+        ((1e-4, 1.8e-4, 3.2e-4), lambda x: -abs(x - 3e-5), [5.6e-5, 3.1e-5, 1.7e-5], 3.1e-5),
+        ((1e-4, 1.8e-4, 3.2e-4), lambda x: 0.0, [], 1.8e-4),  # of equal values, an inner one
+        ((1e-4, 1.8e-4, 3.2e-4), lambda x: None if x > 2e-4 else x, [], 1.8e-4),  # a failure
+        ((1e-4, 1.8e-4, 3.2e-4), lambda x: None, [], None),
+        ((2.0, 1.0), lambda x: min(x, 1.0), [0.56], 1.0),  # below the smaller of equal ones
+    ],
 )
-CONTEXT = {
-    "command": "python eval/compare/compare.py",
-    "settings": {"options": {"bank_size": "20"}, "seconds": None},
-    "data": {"evaluation": SETS},
-    "tuning": None,
-}
-GAINS = {"grad_accum": 0.0, "contaccum": 0.1, "published": -0.02}
-FACTORS = {"NDCG@10": 1.0, "Recall@100": 0.9, "MRR@10": 0.8, "Accuracy@20": 0.7}
-"""Each metric is the made-up score times its own factor."""
+def test_values_are_tried_beyond_an_end_while_the_best_is_there(
+    values, score_value, further_values, best
+):
+    scores: dict[float, float | None] = {}
+    while next_ones := next_values(values, scores):
+        scores |= {value: score_value(value) for value in next_ones}
+    assert list(scores) == [*values, *further_values]
+    assert find_best_value(scores) == best
 
 
-def make_scores(entry: str, seed: int) -> list[float]:
-    """Return a made-up score of each query."""
-    scores = []
-    for query in range(NUM_QUERIES):
-        # Remainders of products vary without a pattern, and are the same in every test.
-        change = (query * 37 % 11) / 50 + (query * (seed + 1) * 13 % 7) / 70
-        gain = GAINS[entry] * (query * 7 % 5) / 2
-        scores.append(0.4 + gain + 0.01 * seed + change)
-    return scores
-
-
-def average_over_seeds(entry: str) -> dict[str, float]:
-    pairs = zip(make_scores(entry, 0), make_scores(entry, 1), strict=True)
-    return {f"q{query}": statistics.fmean(pair) for query, pair in enumerate(pairs)}
-
-
-@pytest.fixture
-def groups(tokens) -> list[Group]:
-    return plan_runs(tokens, ["grad_accum", "contaccum"], [["published", "normalize_by=all"]])
-
-
-@pytest.fixture
-def results(groups) -> dict[str, dict[str, Any]]:
-    """Return a made-up result of every run, with two seeds."""
-    results = {}
-    for group in groups:
-        for seed in (0, 1):
-            scores = make_scores(group.entry, seed)
-            per_query = {}
-            for query, score in enumerate(scores):
-                per_query[f"q{query}"] = {
-                    metric: factor * score for metric, factor in FACTORS.items()
-                }
-            mean = statistics.fmean(scores)
-            metrics = {metric: factor * mean for metric, factor in FACTORS.items()}
-            results[group.run_name(seed)] = {
-                "evaluations": {"beir": {"metrics": metrics, "per_query": per_query}},
-                "initial_weights": f"weights {seed}",
-                "data_order": f"order {seed}",
-                "train_seconds": 8.0 + seed,
-                "peak_memory_mb": 100.0 + seed,
-                "pairs_per_update": 12,
-                "updates": 8,
-                "pairs_trained": 86,
-                "seconds_per_update": 1.0,
-                "grad_norm_ratio": 1.5,
-                "final_loss": None,
-                "git_commit": "the same",
-                "versions": "the same",
-                "machine": "the same",
-            }
-    return results
-
-
-def test_differences_are_to_the_baseline_query_by_query_with_holms_correction(groups, results):
-    report = build_report(groups, [0, 1], "grad_accum", results, {}, CONTEXT)
-    assert report["warnings"] == [FEW_GROUPS]
-    assert len(report["comparisons"]) == 2 * len(METRICS)
-    rows = [row for row in report["comparisons"] if row["metric"] == "NDCG@10"]
-    assert [row["group"] for row in rows] == ["contaccum", "published"]
-    baseline_means = average_over_seeds("grad_accum")
-    for row in rows:
-        expected = sign_flip_test(average_over_seeds(row["group"]), baseline_means, QUERY_GROUPS)
-        assert expected["groups"] == 10
-        for key, value in expected.items():
-            assert row[key] == pytest.approx(value), key
-    tests = [{"p_value": row["p_value"]} for row in rows]
-    add_holm(tests)
-    assert [row["p_holm"] for row in rows] == [test["p_holm"] for test in tests]
-
-    text = render_markdown(report)
-    for line in text.splitlines():
-        cells = [cell.strip() for cell in line.strip("|").split("|")]
-        if cells[0] == "contaccum" and len(cells) == 7:
-            break
-    mean = statistics.fmean(average_over_seeds("contaccum").values())
-    assert cells[1] == f"{mean:.4f}"
-    assert cells[3] == f"{rows[0]['difference']:+.4f}"
-    assert cells[6] == f"{rows[0]['p_holm']:.3f}"
-    assert "- published: contaccum normalize_by=all" in text
-
-
-def test_group_has_mean_and_standard_deviation_over_seeds(groups, results):
-    report = build_report(groups, [0, 1], "grad_accum", results, {}, CONTEXT)
-    group = report["groups"]["contaccum"]
-    seed_means = [statistics.fmean(make_scores("contaccum", seed)) for seed in (0, 1)]
-    summary = group["metrics"]["beir"]["NDCG@10"]
-    assert summary["mean"] == pytest.approx(statistics.fmean(seed_means))
-    assert summary["sd"] == pytest.approx(statistics.stdev(seed_means))
-    assert group["train_seconds"] == 8.5  # the mean of 8 and 9
-    assert group["peak_memory_mb"] == 101.0  # the maximum of 100 and 101
-
-
-def test_unfair_differences_and_uncertain_choices_are_warned_of(groups, results):
-    results["contaccum_seed-1"]["initial_weights"] = "other"
-    results["published_seed-0"]["updates"] = 9
-    group = {"entry": "contaccum", "chosen": 1.0, "at_end": True, "scores": {1e-3: 0.1, 1.0: 0.2}}
-    tuning = {"key": "learning_rate", "seed": 0, "data": SETS, "groups": {"contaccum": group}}
-    context = {**CONTEXT, "tuning": tuning}
-    report = build_report(groups, [0, 1], "grad_accum", results, {}, context)
-    few_groups, at_end, same_data, weights, updates = report["warnings"]
-    assert few_groups == FEW_GROUPS
-    assert "at an end" in at_end
-    assert "beir" in same_data
-    assert weights == "contaccum: another initial_weights than grad_accum (seeds 1)"
-    assert updates == "published: another updates than grad_accum (seeds 0)"
-    assert "**0.2000**" in render_markdown(report)
-    in_equal_time = {**CONTEXT, "settings": {"options": {}, "seconds": 60.0}}
-    report = build_report(groups, [0, 1], "grad_accum", results, {}, in_equal_time)
-    assert report["warnings"] == [few_groups, weights]
-
-
-def test_failed_runs_are_named_and_the_rest_is_reported(groups, results):
-    for name in ("contaccum_seed-1", "published_seed-0", "published_seed-1"):
-        del results[name]
-    failed = {"contaccum_seed-1": "exit code -9"}
-    report = build_report(groups, [0, 1], "grad_accum", results, failed, CONTEXT)
-    rows = [row for row in report["comparisons"] if row["metric"] == "MRR@10"]
-    assert [(row["group"], row["seeds"]) for row in rows] == [("contaccum", [0])]
-    assert report["groups"]["published"]["metrics"] == {}
-    assert "failed: contaccum_seed-1: exit code -9" in render_markdown(report)
-    empty_report = build_report(groups, [0, 1], "grad_accum", {}, failed, CONTEXT)
-    assert empty_report["comparisons"] == []
-    assert "failed:" in render_markdown(empty_report)
+def test_a_ladder_ends_at_twelve_values():
+    scores: dict[float, float | None] = {}
+    while next_ones := next_values((1.0, 2.0), scores):
+        scores |= {value: value for value in next_ones}
+    assert len(scores) == 12
 
 
 # The program
 
 
-@pytest.fixture
-def compare(tokens, data_folder, monkeypatch):
-    """Return a function that runs the program; it returns the exit code."""
-    monkeypatch.setenv("PYTHONPATH", str(ROOT))  # restores the value that the program changes
+@pytest.fixture(scope="module")
+def compare(tokens, data_folder):
+    """Return a function that runs the program, with all jobs in this process.
 
-    def run(output: Path, *options: str) -> int:
+    It returns the exit code. A process for each job would take some seconds to start.
+    """
+
+    def run_jobs(jobs: Any, *args: Any) -> dict[str, str]:
+        for job in jobs:
+            Path(job["folder"]).mkdir(parents=True)
+            write_json(Path(job["folder"], "job.json"), job)
+            comparison_run.do_job(str(Path(job["folder"], "job.json")))
+        return {}
+
+    def run(output: Path, *options: str, run_jobs: Any = run_jobs) -> int:
         argv = [*tokens, "--eval_data", data_folder / "beir", f"--output_dir={output}"]
-        with pytest.raises(SystemExit) as stopped:
+        with pytest.MonkeyPatch.context() as patch, pytest.raises(SystemExit) as stopped:
+            patch.setenv("PYTHONPATH", str(ROOT))  # restores the value that the program changes
+            patch.setattr(comparison_run, "run_jobs", run_jobs)
             run_program("eval/compare/compare.py", *argv, *options)
         return stopped.value.code
 
     return run
 
 
-def run_jobs_in_this_process(jobs: Any, *args: Any) -> dict[str, str]:
-    """Replace `run_jobs`, whose processes each take some seconds to start."""
-    for job in jobs:
-        Path(job["folder"]).mkdir(parents=True)
-        write_json(Path(job["folder"], "job.json"), job)
-        comparison_run.do_job(str(Path(job["folder"], "job.json")))
-    return {}
+OPTIONS = ("--methods", "grad_accum", "contaccum", "--seeds", "3", "4")
 
 
-def test_two_methods_are_trained_and_a_second_call_trains_missing_runs_only(
-    compare, tmp_path, monkeypatch, capsys
-):
-    options = ["--methods", "grad_accum", "contaccum", "--seeds", "3"]
-    monkeypatch.setattr(comparison_run, "run_jobs", run_jobs_in_this_process)
-    assert compare(tmp_path, *options) == 0
-    report = read_json(tmp_path / "report.json")
-    assert len(report["warnings"]) == 1
-    assert "about only 4 different passages" in report["warnings"][0]
-    assert report["failed"] == {}
-    assert len(report["comparisons"]) == 4
-    assert len(report["runs"]) == 2
-    for name in report["runs"]:
-        result = read_json(tmp_path / "runs" / name / "result.json")
-        evaluation = result["evaluations"]["beir"]
-        for metric in METRICS:
-            values = [scores[metric] for scores in evaluation["per_query"].values()]
-            assert sum(values) / 4 == pytest.approx(evaluation["metrics"][metric])
-    run_folder = tmp_path / "runs" / "contaccum_seed-3"
+@pytest.fixture(scope="module")
+def finished(compare, tmp_path_factory) -> Path:
+    """Return the folder of two methods with two seeds."""
+    folder = tmp_path_factory.mktemp("compared")
+    assert compare(folder, *OPTIONS) == 0
+    return folder
+
+
+@pytest.fixture
+def report(finished) -> dict[str, Any]:
+    return read_json(finished / "report.json")
+
+
+@pytest.fixture
+def results(finished, report) -> dict[str, Any]:
+    return {name: read_json(finished / "runs" / name / "result.json") for name in report["runs"]}
+
+
+def test_all_methods_start_from_the_same_weights_and_data_order(finished, results):
+    """tests/training/test_data_order.py checks that an order has the same pairs in each update."""
+    for seed in (3, 4):
+        runs = [results[f"{method}_seed-{seed}"] for method in ("grad_accum", "contaccum")]
+        for key in ("initial_weights", "data_order", "updates", "pairs_per_update"):
+            assert runs[0][key] == runs[1][key], key
+        assert runs[0]["final_loss"] != runs[1]["final_loss"]
+    assert len({result["data_order"] for result in results.values()}) == 2
+    for result in results.values():
+        assert (result["updates"], result["pairs_per_update"]) == (8, 12)
+        assert result["grad_norm_ratio"] > 0
+    run_folder = finished / "runs" / "contaccum_seed-3"
     assert (run_folder / "training" / "train_log.jsonl").exists()
     assert not list(run_folder.rglob("*.safetensors"))  # the weights are not kept
 
+
+def average_over_seeds(results: dict[str, Any], method: str, metric: str) -> dict[str, float]:
+    evaluations = [results[f"{method}_seed-{seed}"]["evaluations"]["beir"] for seed in (3, 4)]
+    first, second = [evaluation["per_query"] for evaluation in evaluations]
+    return {query: (first[query][metric] + second[query][metric]) / 2 for query in first}
+
+
+def test_differences_are_to_the_baseline_query_by_query_with_holms_correction(report, results):
+    assert [row["metric"] for row in report["comparisons"]] == list(METRICS)
+    [data] = report["data"]["evaluation"]
+    for row in report["comparisons"]:
+        ours, theirs = (
+            average_over_seeds(results, method, row["metric"])
+            for method in ("contaccum", "grad_accum")
+        )
+        for key, value in sign_flip_test(ours, theirs, data["query_groups"]).items():
+            assert row[key] == pytest.approx(value), key
+        assert row["p_holm"] == row["p_value"]  # there is one comparison
+    group = report["groups"]["contaccum"]
+    runs = [results[f"contaccum_seed-{seed}"] for seed in (3, 4)]
+    values = [run["evaluations"]["beir"]["metrics"]["MRR@10"] for run in runs]
+    summary = group["metrics"]["beir"]["MRR@10"]
+    assert summary["mean"] == pytest.approx(statistics.fmean(values))
+    assert summary["sd"] == pytest.approx(statistics.stdev(values))
+    assert group["train_seconds"] == pytest.approx(
+        statistics.fmean(run["train_seconds"] for run in runs)
+    )
+    assert group["peak_memory_mb"] == max(run["peak_memory_mb"] for run in runs)
+    [few_groups] = report["warnings"]
+    assert "about only 4 different passages" in few_groups
+
+
+def build_again(report, results, failed=None, **context: Any) -> dict[str, Any]:
+    groups = [Group(name, name, name, {}, None) for name in report["groups"]]
+    context = {name: report[name] for name in ("command", "settings", "data", "tuning")} | context
+    return build_report(groups, [3, 4], "grad_accum", results, failed or {}, context)
+
+
+def test_unfair_differences_and_uncertain_choices_are_warned_of(report, results):
+    results["contaccum_seed-3"]["initial_weights"] = "other"
+    results["contaccum_seed-4"]["updates"] = 9
+    group = {"entry": "contaccum", "chosen": 1.0, "at_end": True, "scores": {1e-3: 0.1, 1.0: 0.2}}
+    sets = report["data"]["evaluation"]
+    tuning = {"key": "learning_rate", "seed": 3, "data": sets, "groups": {"contaccum": group}}
+    built = build_again(report, results, tuning=tuning)
+    few_groups, at_end, same_data, weights, updates = built["warnings"]
+    assert "at an end" in at_end
+    assert "beir" in same_data
+    assert weights == "contaccum: another initial_weights than grad_accum (seeds 3)"
+    assert updates == "contaccum: another updates than grad_accum (seeds 4)"
+    assert "**0.2000**" in render_markdown(built)
+    in_equal_time = build_again(report, results, settings={"options": {}, "seconds": 60.0})
+    assert in_equal_time["warnings"] == [few_groups, weights]
+
+
+def test_failed_runs_are_named_and_the_rest_is_reported(report, results):
+    del results["contaccum_seed-3"]
+    failed = {"contaccum_seed-3": "exit code -9"}
+    built = build_again(report, results, failed)
+    rows = [row for row in built["comparisons"] if row["metric"] == "MRR@10"]
+    assert [(row["group"], row["seeds"]) for row in rows] == [("contaccum", [4])]
+    assert "failed: contaccum_seed-3: exit code -9" in render_markdown(built)
+    empty_report = build_again(report, {}, failed)
+    assert empty_report["comparisons"] == []
+    assert "failed:" in render_markdown(empty_report)
+
+
+def test_a_second_call_trains_missing_runs_only(compare, finished, tmp_path, capsys):
     started: list[list[str]] = []  # the names of the runs that each call starts
 
     def fail_all(jobs: Any, *args: Any) -> dict[str, str]:
@@ -520,24 +396,28 @@ def test_two_methods_are_trained_and_a_second_call_trains_missing_runs_only(
         started.append(names)
         return dict.fromkeys(names, "exit code 1: too bad")
 
-    monkeypatch.setattr(comparison_run, "run_jobs", fail_all)
-    assert compare(tmp_path, *options) == 0
-    assert started == [[]]
-    assert compare(tmp_path, *options, "--bank_size=16") == 2
+    finished = shutil.copytree(finished, tmp_path / "again")
+    assert compare(finished, *OPTIONS, run_jobs=fail_all) == 0
+    assert compare(finished, *OPTIONS, "--bank_size=16", run_jobs=fail_all) == 2
     assert "another bank_size (20, now 16)" in capsys.readouterr().err
-    assert compare(tmp_path, "--seeds", "3", "4", "--methods", "grad_accum") == 1
-    assert started[1:] == [["grad_accum_seed-4"]]
-    assert "too bad" in (tmp_path / "report.md").read_text()
+    assert compare(finished, *OPTIONS, "5", run_jobs=fail_all) == 1
+    assert started == [[], ["grad_accum_seed-5", "contaccum_seed-5"]]
+    assert "too bad" in (finished / "report.md").read_text()
 
 
-def make_dev_data(beir: Path, dev: Path) -> Path:
-    """Copy a BEIR folder; three of its judgements become the split `dev`, and `test` is removed."""
-    shutil.copytree(beir, dev)
-    test_file = dev / "qrels" / "test.tsv"
-    lines = test_file.read_text().splitlines()
-    test_file.with_name("dev.tsv").write_text("\n".join(lines[:3]) + "\n")
-    test_file.unlink()  # a tuning run that reads it fails
-    return dev
+@pytest.mark.long  # the process takes ten seconds to start
+def test_a_run_in_a_process_has_the_result_of_this_process(
+    finished, results, tmp_path, monkeypatch
+):
+    monkeypatch.setenv("PYTHONPATH", f"{ROOT / 'eval' / 'compare'}:{ROOT}")
+    expected = results["contaccum_seed-3"]
+    job = read_json(finished / "runs" / "contaccum_seed-3" / "job.json")
+    job["folder"] = job["settings"]["output_dir"] = str(tmp_path / "run")
+    assert processes.run_jobs([job], 1) == {}
+    result = read_json(tmp_path / "run" / "result.json")
+    for key in ("identity", "initial_weights", "data_order", "updates", "evaluations"):
+        assert result[key] == expected[key]
+    assert result["final_loss"] == pytest.approx(expected["final_loss"], rel=1e-5)
 
 
 def test_in_equal_time_each_method_has_as_many_updates_as_fit_into_it(
@@ -550,10 +430,8 @@ def test_in_equal_time_each_method_has_as_many_updates_as_fit_into_it(
         return {**run_job(job), "seconds_per_update": update_seconds[job["entry"]]}
 
     monkeypatch.setattr(comparison_run, "run_job", run_slowly)
-    monkeypatch.setattr(comparison_run, "run_jobs", run_jobs_in_this_process)
-    assert (
-        compare(tmp_path, "--seconds=6", "--seeds=3", "--methods", "grad_accum", "contaccum") == 0
-    )
+    methods = ["--methods", "grad_accum", "contaccum"]
+    assert compare(tmp_path, "--seconds=6", "--seeds=3", *methods) == 0
     report = read_json(tmp_path / "report.json")
     updates = {name: group["updates"] for name, group in report["groups"].items()}
     assert updates == {"grad_accum": 3, "contaccum": 2}
@@ -567,9 +445,10 @@ def test_in_equal_time_each_method_has_as_many_updates_as_fit_into_it(
 def test_methods_are_tuned_on_dev_then_run_at_their_best(
     compare, data_folder, tmp_path, monkeypatch
 ):
-    dev = make_dev_data(data_folder / "beir", tmp_path / "dev")
+    """A tuning run that reads the test set fails, as dev has none."""
+    dev = shutil.copytree(data_folder / "beir", tmp_path / "dev")
+    (dev / "qrels" / "test.tsv").rename(dev / "qrels" / "dev.tsv")
     output = tmp_path / "out"
-    monkeypatch.setattr(comparison_run, "run_jobs", run_jobs_in_this_process)
     options = ["--seeds", "3", "--methods", "grad_accum", "contaccum"]
     options += ["--tune", "learning_rate=1e-4,1e-3", "--tune_data", str(dev)]
     assert compare(output, *options) == 0

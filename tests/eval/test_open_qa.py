@@ -44,29 +44,24 @@ def test_answers_match_as_in_dpr(open_qa, text, answer, match, expected):
     assert has_answer(text) is expected
 
 
-def tokenize_by_category(text: str) -> list[str]:
-    r"""Split a text as ``[\p{L}\p{N}\p{M}]+|[^\p{Z}\p{C}]`` does, character by character."""
-    tokens: list[str] = []
-    is_in_word = False
-    for character in text:
-        category = unicodedata.category(character)[0]
-        is_word_character = category in "LNM"
-        if is_word_character and is_in_word:
-            tokens[-1] += character
-        elif category not in "ZC":
-            tokens.append(character)
-        is_in_word = is_word_character
-    return tokens
-
-
 def test_tokens_are_dprs_for_all_categories_of_characters(open_qa):
+    r"""DPR's pattern is ``[\p{L}\p{N}\p{M}]+|[^\p{Z}\p{C}]``."""
     codes = (*range(0x10000), *range(0x10000, sys.maxunicode, 17))
     characters = [chr(code) for code in codes]
     # Without unassigned characters, because another version of Unicode may assign them.
     characters = [character for character in characters if unicodedata.category(character) != "Cn"]
     random.Random(0).shuffle(characters)
     text = "".join(characters)
-    expected = tokenize_by_category(unicodedata.normalize("NFD", text))
+    expected: list[str] = []
+    is_in_word = False
+    for character in unicodedata.normalize("NFD", text):
+        category = unicodedata.category(character)[0]
+        is_word_character = category in "LNM"
+        if is_word_character and is_in_word:
+            expected[-1] += character
+        elif category not in "ZC":
+            expected.append(character)
+        is_in_word = is_word_character
     tokens = open_qa._join_tokens(text).split(" ")[1:-1]
     assert tokens == [token.lower() for token in expected]
 
