@@ -4,7 +4,7 @@ A candidate is a complete way to search: a model, and the weight of BM25 beside 
 dev. `Ladder.climb` makes the candidates rung by rung, until the time ends:
 
     0  no training: BM25 alone, and the base model
-    1  a linear map of the query vectors, in closed form; without a model, also by gradients
+    1  linear maps of the query vectors, in closed form and by gradients
     2  the query tower, trained against the vectors of all documents
     3  both towers, in trainings of growing length, until dev shows no gain
     4  a second stage, both towers at other learning rates, a gradient cache
@@ -101,7 +101,7 @@ MAX_POOL = 2000
 """A dev corpus with more documents than this is reduced for models that must encode it anew."""
 MAX_MAP_PAIRS = 20_000
 MAP_PENALTY = 0.01
-"""The penalty of the map by gradients; see `write_trained_map`."""
+"""The penalty of the map by gradients; see `train_map`."""
 MAX_EPOCHS = 20
 """The largest number of epochs of a training whose length dev decides."""
 
@@ -281,12 +281,29 @@ def read_kinds(dev: Path) -> dict[str, list[str]]:
     return kinds
 
 
-def _read_map_pairs(
-    base: DualEncoder, train_file: Path, documents: StoreDocuments, batch_size: int
-) -> tuple[list[str], list[str], torch.Tensor]:
-    """Return queries, passages and the queries' vectors (n, d) of the first training pairs.
+def write_linear_maps(
+    base: DualEncoder,
+    train_file: Path,
+    documents: StoreDocuments,
+    batch_size: int,
+    folder: Path,
+    ridges: Sequence[float] = RIDGES,
+    seconds: float = 0.0,
+    aligned: tuple[torch.Tensor, torch.Tensor] | None = None,
+) -> None:
+    """Write the matrices of linear maps of query vectors to `MAP_FILE`, by `Candidate.map_key`.
 
-    There are at most about `MAX_MAP_PAIRS`. Pairs whose passage has no vector are left out.
+    There is one in closed form for each ridge, and one by gradients if there are seconds for it.
+    They are learned from the first training pairs, at most about `MAX_MAP_PAIRS`, without those
+    whose passage has no vector. Vectors are L2-normalised if documents are compared by cosine.
+
+    Args:
+        train_file: the training pairs. Beside it are the training documents, see `train_map`.
+        documents: the passages' vectors by the base model.
+        ridges: see `solve_linear_map`.
+        seconds: the time of the map by gradients.
+        aligned: vectors of the same documents by a new model and as given, (n, d) and (n, e). They
+            are further pairs, and the map of the new model's queries is q -> q W.
     """
     pairs: list[tuple[str, str]] = []
     for record in read_records(train_file):
@@ -296,77 +313,62 @@ def _read_map_pairs(
     has_vector = documents.contains(text_ids(passage for _, passage in pairs))
     pairs = [pair for pair, is_found in zip(pairs, has_vector, strict=True) if is_found]
     queries, passages = [query for query, _ in pairs], [passage for _, passage in pairs]
-    return queries, passages, torch.from_numpy(encode_texts(base, queries, "query", batch_size))
-
-
-def write_linear_maps(
-    base: DualEncoder,
-    train_file: Path,
-    documents: StoreDocuments,
-    ridges: Sequence[float],
-    batch_size: int,
-    folder: Path,
-    aligned: tuple[torch.Tensor, torch.Tensor] | None = None,
-) -> None:
-    """Write the matrix of a map of query vectors, by `solve_linear_map`, to `MAP_FILE`.
-
-    There is one for each ridge. Vectors are L2-normalised if documents are compared by cosine. See
-    `_read_map_pairs` for the pairs.
-
-    Args:
-        documents: the passages' vectors by the base model.
-        aligned: vectors of the same documents by a new model and as given, (n, d) and (n, e). They
-            are further pairs, and the map of the new model's queries is q -> q W.
-    """
-    _, passages, queries = _read_map_pairs(base, train_file, documents, batch_size)
-    x, p = queries.double(), torch.from_numpy(documents.find_embeddings(passages)[1]).double()
+    vectors = torch.from_numpy(encode_texts(base, queries, "query", batch_size))
+    x, p = vectors.double(), torch.from_numpy(documents.find_embeddings(passages)[1]).double()
     if documents.similarity == "cos":
         x, p = normalize(x), normalize(p)
     start = torch.eye(x.shape[1], dtype=torch.float64)
+    closed_x, closed_p = x, p
     if aligned is not None:
-        x, p = torch.cat([x, aligned[0]]), torch.cat([p, aligned[1]])
+        closed_x, closed_p = torch.cat([x, aligned[0]]), torch.cat([p, aligned[1]])
         start = torch.zeros(x.shape[1], p.shape[1], dtype=torch.float64)
-    maps = {f"{ridge:g}": start + solve_linear_map(x, p - x @ start, ridge) for ridge in ridges}
+
+    def solve(ridge: float) -> torch.Tensor:
+        return start + solve_linear_map(closed_x, closed_p - closed_x @ start, ridge)
+
+    maps = {f"{ridge:g}": solve(ridge) for ridge in ridges}
+    if seconds > 0:
+        corpus = train_file.with_name(CORPUS_FILE)
+        if aligned is not None:
+            start = solve(RIDGES[0])
+        maps[_GRADIENT_KEY] = train_map(
+            x.float(), queries, passages, documents, corpus, start, seconds
+        )
     save_file(maps, folder / MAP_FILE)
 
 
-def write_trained_map(
-    base: DualEncoder,
-    data: Path,
+def train_map(
+    vectors: torch.Tensor,
+    queries: Sequence[str],
+    passages: Sequence[str],
     documents: StoreDocuments,
-    batch_size: int,
-    folder: Path,
+    corpus: Path,
+    start: torch.Tensor,
     seconds: float,
-    aligned: tuple[torch.Tensor, torch.Tensor] | None = None,
-) -> None:
-    """Write S + W to `MAP_FILE`, for W that minimises the exact softmax over documents.
+) -> torch.Tensor:
+    """Return S + W, (d, e), for the W that minimises the exact softmax over documents.
 
     L-BFGS minimises the mean loss of the mapped queries (see `contaccum.bank.full_softmax`) plus
-    `MAP_PENALTY` |W|^2, from W = 0 on, until the seconds are over. S is the identity; for a new
-    model it is the first map of `write_linear_maps`. Documents are compared by cosine. See
-    `_read_map_pairs` for the pairs.
+    `MAP_PENALTY` |W|^2, from W = 0 on, until the seconds are over.
 
     Args:
-        data: the folder of the split. Only its training corpus has negatives: documents of held-out
-            queries would be pushed away.
-        aligned: see `write_linear_maps`.
+        vectors: the vectors of the queries of n pairs, (n, d).
+        queries, passages: the texts of the pairs.
+        documents: the documents' vectors.
+        corpus: the training documents. Only these are negatives: documents of held-out queries
+            would be pushed away.
+        start: S.
     """
     ends_at = time.monotonic() + seconds
-    train_file = data / TRAIN_FILE
-    queries, passages, vectors = _read_map_pairs(base, train_file, documents, batch_size)
-    vectors = normalize(vectors)
     positives = PositiveRows(documents, text_ids(queries), text_ids(passages))
-    rows_of_pairs = positives.label_batch(queries, passages)
-    corpus = read_passages(data / CORPUS_FILE, RecordReport(), may_be_blank=True)
-    corpus_ids = text_ids(passage.passage for passage in corpus)
+    rows_of_pairs = positives.label_batch(list(queries), list(passages))
+    corpus_ids = text_ids(
+        passage.passage for passage in read_passages(corpus, RecordReport(), may_be_blank=True)
+    )
     corpus_rows = torch.from_numpy(np.unique(documents.match_text_ids(corpus_ids)[1]))
     numbers = torch.full((len(documents) + 1,), NO_ROW)  # the last one is that of `NO_ROW`
     numbers[corpus_rows] = torch.arange(len(corpus_rows))
     labels = numbers[rows_of_pairs]
-    start = torch.eye(vectors.shape[1], dtype=torch.float64)
-    if aligned is not None:
-        write_linear_maps(base, train_file, documents, RIDGES[:1], batch_size, folder, aligned)
-        [start] = load_file(folder / MAP_FILE).values()
     started = vectors @ start.float()
     weights = torch.zeros_like(start, dtype=torch.float32, requires_grad=True)
     optimizer = torch.optim.LBFGS(
@@ -387,12 +389,13 @@ def write_trained_map(
         for rows in torch.arange(len(vectors)).split(_QUERIES_PER_PASS):
             if time.monotonic() > ends_at:
                 raise TimeoutError
+            mapped = started[rows] + vectors[rows] @ weights
             part = compute_full_softmax_loss(
-                normalize(started[rows] + vectors[rows] @ weights),
+                normalize(mapped) if documents.similarity == "cos" else mapped,
                 documents.get_embeddings(rows_of_pairs[rows, 0]),
                 labels[rows],
                 read_corpus(),
-                DEFAULT_TEMPERATURE["cos"],
+                DEFAULT_TEMPERATURE[documents.similarity],
             )
             part = part * len(rows) / len(vectors)
             part.backward()
@@ -402,7 +405,7 @@ def write_trained_map(
 
     with suppress(TimeoutError):
         optimizer.step(compute_loss)
-    save_file({_GRADIENT_KEY: start + best[1]}, folder / MAP_FILE)
+    return start + best[1]
 
 
 def load_matrix(candidate: Candidate, folder: Path) -> torch.Tensor:
@@ -685,8 +688,7 @@ class Ladder:
         """Make the candidates of all rungs for which there is time."""
         self._search_without_training()
         if self.given is not None:
-            self._fit_linear_map()
-            self._train_linear_map()
+            self._fit_linear_maps()
             return
         has_query_tower = False
         if not self._has_one_tower:
@@ -694,11 +696,11 @@ class Ladder:
             has_query_tower = not reason
             if reason:
                 self.job.print_line(f"the query tower is not trained alone: {reason}")
-            self._fit_linear_map()
+            self._fit_linear_maps()
         if work.on_first_rank((self.job.data / WITH_GENERATED_FILE).is_file):
             self._train_file = WITH_GENERATED_FILE
             if not self._has_one_tower:
-                self._fit_linear_map()
+                self._fit_linear_maps()
                 maps = [each for each in self.candidates if each.rung == LINEAR_MAP]
                 if maps:  # all further trainings have the questions of the best one
                     self._train_file = max(maps, key=lambda each: each.score).train_file
@@ -727,60 +729,46 @@ class Ladder:
 
         self._add("no_training", lambda folder: work.on_first_rank(score))
 
-    def _fit_linear_map(self) -> None:
+    def _fit_linear_maps(self) -> None:
         name = "linear_map" if self._train_file == TRAIN_FILE else "linear_map-generated"
         if not self._is_done(name) and self.left() <= 0:
             return
+        # Nothing else can be trained with given vectors.
+        share = _CHEAP_SHARE if self.given is None else 1.0
+        num_scored = len(RIDGES) + 1 + len(BLENDS)
+        seconds = share * (self.left() - num_scored * self._seconds_per_score)
 
         def fit_and_score(folder: Path) -> list[dict[str, Any]]:
             assert self.documents is not None
             train_file = self.job.data / self._train_file
             batch_size = self.job.batch_size
             aligned = self.given and self.given.aligned
-            write_linear_maps(
-                self.base, train_file, self.documents, RIDGES, batch_size, folder, aligned
-            )
-            rows = []
-            for ridge in RIDGES:
-                candidate = Candidate(
-                    f"linear map, ridge {ridge:g}{self._shown_questions}",
-                    LINEAR_MAP,
-                    "map",
-                    folder=name,
-                    ridge=ridge,
-                    train_file=self._train_file,
-                )
-                rows.append(self._score(candidate, self._dev))
-            best = Candidate(**max(rows, key=lambda row: row["scores"][MEAN]))
-            if aligned is not None:  # a new model's vectors as they are mean nothing here
-                return rows
-            return rows + [self._score(_blend(best, blend), self._dev) for blend in BLENDS]
-
-        self._add(name, lambda folder: work.on_first_rank(fit_and_score, folder))
-
-    def _train_linear_map(self) -> None:
-        name = "trained_map"
-        seconds = self.left() - (1 + len(BLENDS)) * self._seconds_per_score
-        if not self._is_done(name) and seconds <= 0:
-            return
-
-        def train_and_score(folder: Path) -> list[dict[str, Any]]:
-            assert self.documents is not None
             started = time.monotonic()
-            data, batch_size = self.job.data, self.job.batch_size
-            aligned = self.given and self.given.aligned
-            write_trained_map(self.base, data, self.documents, batch_size, folder, seconds, aligned)
+            write_linear_maps(
+                self.base, train_file, self.documents, batch_size, folder, RIDGES, seconds, aligned
+            )
+            made_in = time.monotonic() - started
             candidate = Candidate(
-                "linear map by gradients",
+                f"linear map by gradients{self._shown_questions}",
                 LINEAR_MAP,
                 "map",
                 folder=name,
-                training_seconds=time.monotonic() - started,
+                training_seconds=made_in,
+                train_file=self._train_file,
             )
-            blends = (1.0, *BLENDS) if aligned is None else (1.0,)
-            return [self._score(_blend(candidate, blend), self._dev) for blend in blends]
+            maps = []
+            for ridge in RIDGES:
+                shown = f"linear map, ridge {ridge:g}{self._shown_questions}"
+                maps.append(dataclasses.replace(candidate, name=shown, ridge=ridge))
+            if seconds > 0:
+                maps.append(candidate)
+            rows = [self._score(each, self._dev) for each in maps]
+            if aligned is not None:  # a new model's vectors as they are mean nothing here
+                return rows
+            best = Candidate(**max(rows, key=lambda row: row["scores"][MEAN]))
+            return rows + [self._score(_blend(best, blend), self._dev) for blend in BLENDS]
 
-        self._add(name, lambda folder: work.on_first_rank(train_and_score, folder))
+        self._add(name, lambda folder: work.on_first_rank(fit_and_score, folder))
 
     def _train_query_tower(self, largest_share: float) -> None:
         """Train the query tower at the first rate, and at others.

@@ -41,7 +41,6 @@ from contaccum.experiments.candidates import (
     GivenVectors,
     encode_corpus,
     write_linear_maps,
-    write_trained_map,
 )
 from contaccum.experiments.comparison import ScoreColumns, collect_scores, search_test_set
 from contaccum.experiments.run import Job, train
@@ -228,14 +227,17 @@ def score_fold(
             encode_corpus(job, base, "base", data / CORPUS_FILE, store)
         if chosen.system != "map":
             return
-        documents, batch_size = open_documents(), job.batch_size
-        aligned = given and given.aligned
-        if chosen.ridge is None:
-            seconds = 2 * chosen.training_seconds  # the machine may be busier than before
-            write_trained_map(base, data, documents, batch_size, folder, seconds, aligned)
-        else:
-            ridges = [chosen.ridge]
-            write_linear_maps(base, train_file, documents, ridges, batch_size, folder, aligned)
+        write_linear_maps(
+            base,
+            train_file,
+            open_documents(),
+            job.batch_size,
+            folder,
+            ridges=[chosen.ridge] if chosen.ridge is not None else [],
+            # The machine may be busier than before.
+            seconds=2 * chosen.training_seconds if chosen.ridge is None else 0.0,
+            aligned=given and given.aligned,
+        )
 
     def test() -> ScoreColumns:
         test_set = load_beir_folder(data / "test", "test")

@@ -171,11 +171,11 @@ def climbed(root: Path, tmp_path_factory: pytest.TempPathFactory) -> Ladder:
 
 
 def test_all_rungs_are_tried_and_numbered(climbed):
-    assert [candidate.number for candidate in climbed.candidates] == list(range(13))
-    rungs = [0] * 2 + [1] * 5 + [2] * 3 + [3, 4, 4]
+    assert [candidate.number for candidate in climbed.candidates] == list(range(14))
+    rungs = [0] * 2 + [1] * 6 + [2] * 3 + [3, 4, 4]
     assert [candidate.rung for candidate in climbed.candidates] == rungs
-    assert [row.updates for row in climbed.candidates] == [0] * 7 + [3] * 3 + [3, 6, 3]
-    blends = [1.0] * 5 + [0.5, 0.75] + [1.0, 0.5, 0.75, 1.0, 1.0, 1.0]
+    assert [row.updates for row in climbed.candidates] == [0] * 8 + [3] * 3 + [3, 6, 3]
+    blends = [1.0] * 6 + [0.5, 0.75] + [1.0, 0.5, 0.75, 1.0, 1.0, 1.0]
     assert [row.blend for row in climbed.candidates] == blends
 
 
@@ -192,13 +192,13 @@ def test_every_candidate_is_saved_as_it_was_scored(climbed, tmp_path):
             assert model_fingerprint(saved, task) == model_fingerprint(model, task)
         if candidate.rung < 3:
             check_store_fits(saved, store)
-        assert is_tied(saved) == (candidate.rung == 0 or candidate.number in (10, 12))
+        assert is_tied(saved) == (candidate.rung == 0 or candidate.number in (11, 13))
         assert not (tmp_path / "model" / "store").exists()
         fingerprints.add(model_fingerprint(saved))
     assert len(fingerprints) == len(climbed.candidates) - 1  # BM25 has the base model
 
 
-@pytest.mark.parametrize("number", range(7, 13))
+@pytest.mark.parametrize("number", range(8, 14))
 def test_settings_of_every_training_repeat_it(climbed, tmp_path, number):
     """Blends and the second stage too; `fit` writes those of the chosen one into config.yaml."""
     candidate = climbed.candidates[number]
@@ -255,7 +255,7 @@ def test_a_second_climb_reads_all_candidates(climbed, monkeypatch):
 def test_maps_are_the_ridge_solutions_of_the_first_training_pairs(climbed, tmp_path, monkeypatch):
     monkeypatch.setattr(candidates_module, "MAX_MAP_PAIRS", 12)
     train_file = climbed.job.data / "train.jsonl"
-    write_linear_maps(climbed.base, train_file, climbed.documents, [3.0], 8, tmp_path)
+    write_linear_maps(climbed.base, train_file, climbed.documents, 8, tmp_path, [3.0])
     candidate = Candidate("map", 1, "map", ridge=3.0)
     rows = [json.loads(line) for line in train_file.read_text().splitlines()[:12]]
     queries = encode_texts(climbed.base, [row["query"] for row in rows], "query")
@@ -486,7 +486,7 @@ def assert_model_is_the_base(root: Path, folder: Path) -> None:
     assert model_fingerprint(kept) == model_fingerprint(base)
 
 
-@pytest.mark.parametrize(("budget", "rungs"), [(4.0, [0] * 2), (7.0, [0] * 2 + [1] * 5)])
+@pytest.mark.parametrize(("budget", "rungs"), [(4.0, [0] * 2), (7.0, [0] * 2 + [1] * 6)])
 def test_a_budget_of_seconds_gives_the_first_rungs_and_a_report(
     root, tmp_path, clock, budget, rungs
 ):
@@ -546,7 +546,7 @@ def test_ctrl_c_gives_a_verdict_on_the_candidates_so_far(
     if is_caught:
         record = fit(root, tmp_path)
         assert "stopped: the verdict is about the candidates so far" in record["printed"]
-        assert [row["rung"] for row in record["candidates"]] == [0] * 2 + [1] * 5
+        assert [row["rung"] for row in record["candidates"]] == [0] * 2 + [1] * 6
     else:
         with pytest.raises(SystemExit):
             fit(root, tmp_path)
@@ -573,4 +573,4 @@ def test_a_training_without_enough_memory_ends_the_ladder_and_not_the_fit(
     [line] = [line for line in record["printed"].splitlines() if "the ladder ends here" in line]
     assert line.startswith("warning: the ladder ends here: ")
     assert "memory" in line
-    assert [row["rung"] for row in record["candidates"]] == [0] * 2 + [1] * 5
+    assert [row["rung"] for row in record["candidates"]] == [0] * 2 + [1] * 6

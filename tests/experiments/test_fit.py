@@ -102,7 +102,7 @@ def test_model_that_learns_is_better(root, trained):
     assert lines[1].endswith("questions.jsonl (1 repeated): 200 used, 0 left out")
     assert re.match(r"held out: 18 dev and 102 test queries \(10 and 50 on known", lines[2])
     assert "the query tower is not trained alone: method=contaccum is given" in lines
-    assert "chosen on dev: 7. both towers, contaccum, 18 updates" in "\n".join(lines)
+    assert "chosen on dev: 8. both towers, contaccum, 18 updates" in "\n".join(lines)
     assert lines[-4].startswith("BETTER on new documents: nDCG@10 0.")
     assert "from fresh with BM25 to both towers, contaccum, 18 updates" in lines[-4]
     assert [str(verdict) for verdict in trained.verdicts.values()] == lines[-4:-2]
@@ -113,12 +113,12 @@ def test_model_that_learns_is_better(root, trained):
 def test_candidates_have_one_numbering_in_terminal_and_record(root, trained):
     record = json.loads((root / "better" / "result.json").read_text())
     printed = (root / "printed.txt").read_text()
-    assert [row["number"] for row in record["candidates"]] == list(range(8))
-    assert [row["rung"] for row in record["candidates"]] == [0] * 2 + [1] * 5 + [3]
+    assert [row["number"] for row in record["candidates"]] == list(range(9))
+    assert [row["rung"] for row in record["candidates"]] == [0] * 2 + [1] * 6 + [3]
     chosen = record["candidates"][record["chosen"]]
-    assert record["chosen"] == record["recommended"] == 7
-    assert f"\n7. {chosen['name']}" in printed
-    assert f": {chosen['scores']['mean']:.3f} on dev (best 7. " in printed
+    assert record["chosen"] == record["recommended"] == 8
+    assert f"\n8. {chosen['name']}" in printed
+    assert f": {chosen['scores']['mean']:.3f} on dev (best 8. " in printed
     assert record["bm25_weight"] == chosen["bm25_weight"]
     assert record["seconds"]["total"] < record["budget_seconds"] == 600
 
@@ -596,7 +596,7 @@ def test_store_for_query_side_fits_a_training_with_an_adapter(root, tmp_path):
     )
     candidates = json.loads((result.folder / "result.json").read_text())["candidates"]
     rungs = [candidate["rung"] for candidate in candidates]
-    assert rungs == [0] * 2 + [1] * 5 + [2] * 3  # nothing else is trained with this method
+    assert rungs == [0] * 2 + [1] * 6 + [2] * 3  # nothing else is trained with this method
     assert candidates[-1]["settings"]["lora_r"] == 2
 
 
