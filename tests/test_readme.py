@@ -166,7 +166,9 @@ def make_fits() -> list[str]:
             statements.append(f"has {fmean(scores['base']):.0f} of 100 already, as on PubMedQA")
         minutes += [cell["budget_seconds"] / 60 for cell in cells]
         assert all(sum(cell["split"][part] for part in SPLIT_PARTS) < 2050 for cell in cells)
-    statements.append(f"some 2,000 questions or fewer, given {min(minutes):.0f} to {max(minutes):.0f} minutes")
+    statements.append(
+        f"some 2,000 questions or fewer, given {min(minutes):.0f} to {max(minutes):.0f} minutes"
+    )
     return statements
 
 

