@@ -153,9 +153,9 @@ def list_next_steps(record: Mapping[str, Any]) -> list[str]:
             "language, or pairs that do not match."
         )
     steps.append(
-        f"Read the {num_failing:,} questions that still fail, at the end of the lists below. Is "
-        "the right passage in the corpus, and is another one right as well? Pairs of their kind "
-        "help training most."
+        f"Read the {num_failing:,} questions whose right passage neither search has among the "
+        "first ten, at the end of the lists below. Is it in the corpus, and is another one right "
+        "as well? Pairs of their kind help training most."
         if num_failing
         else "Every question has a right passage among the first ten: collect harder questions, so "
         "that a later fit can show a gain."
