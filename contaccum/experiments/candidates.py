@@ -203,14 +203,17 @@ def has_no_loss(scores: Scores, free: Candidate) -> bool:
 def choose(candidates: Sequence[Candidate], free: Candidate) -> Candidate:
     """Return the candidate with the best score on dev, or a cheaper one that is hardly worse.
 
+    No training is the cheapest, then what keeps the vectors of the documents.
+
     Args:
         free: the best search without training; see `has_no_loss`.
     """
     allowed = [free, *(each for each in candidates if has_no_loss(each.scores, free))]
     best_score = max(candidate.score for candidate in allowed)
     nearly_best = [each for each in allowed if each.score >= best_score - SMALL_GAIN]
-    # From `BOTH_TOWERS` on, all candidates need a new index, and cost the same.
-    return min(nearly_best, key=lambda each: (min(each.rung, BOTH_TOWERS), -each.score))
+    return min(
+        nearly_best, key=lambda each: (each.rung > FREE, each.rung >= BOTH_TOWERS, -each.score)
+    )
 
 
 class DevSet:
