@@ -76,7 +76,7 @@ FREE, LINEAR_MAP, QUERY_TOWER, BOTH_TOWERS, FURTHER = range(5)
 BM25_WEIGHTS = tuple(round(0.1 * step, 1) for step in range(10))
 """The weights of BM25 that are tried beside a model; the smallest of the best is chosen."""
 RIDGES = (1.0, 10.0, 100.0)
-"""The linear maps that are tried; see `solve_linear_map`."""
+"""The penalties of the maps in closed form; see `solve_linear_map`."""
 BLENDS = (0.5, 0.75)
 """The shares of a map or a trained model in its averages with the base model."""
 MAP_FILE = "map.safetensors"
@@ -91,15 +91,18 @@ MAX_RATES = 4
 QUERY_TOWER_EPOCHS = 3
 """The length of a training of the query tower, if that is not given."""
 FIRST_LENGTH = 16
-"""The number of updates of the first training of both towers; each next one has twice as many."""
+"""The number of updates of the first training of both towers; each next one is about twice as long,
+and the last one takes the time that is left."""
 MAX_TRIALS_WITHOUT_GAIN = 2
+"""So many trainings in a row that are no better on dev end rung 3, and rung 4."""
 LARGEST_LOSS = 0.01
 """A candidate may be so much worse than the best search without training on a kind of documents."""
 SMALL_GAIN = 0.002
-"""A candidate of a higher rung must be better by more than this: less is noise."""
+"""A dearer candidate must be better by more than this: less is noise."""
 MAX_POOL = 2000
 """A dev corpus with more documents than this is reduced for models that must encode it anew."""
 MAX_MAP_PAIRS = 20_000
+"""The linear maps are learned from so many training pairs, at most."""
 MAP_PENALTY = 0.01
 """The penalty of the map by gradients; see `train_map`."""
 MAX_EPOCHS = 20
@@ -111,9 +114,11 @@ _DOCUMENTS_PER_BLOCK = 8192
 _QUERIES_PER_PASS = 1024  # over the documents; limits the memory for their scores
 _POOL_DEPTH = 10  # top documents of each query in a run; nDCG@10 depends on no others
 _LEAST_SECONDS = 5.0  # for the updates of a training
-_CHEAP_SHARE = 0.2  # of the time left; a query tower that takes less comes before both towers
-_LEAST_SHARE_OF_LENGTH = 0.75  # a training must be longer by half than those before, at least
-_RESERVE_FACTOR = 1.2  # of a time that is computed from earlier ones; machines are noisy
+# Of the time that is left: the map by gradients may take so much; so may the last training of the
+# query tower, if another rate is to be tried before both towers are trained.
+_CHEAP_SHARE = 0.2
+_LEAST_SHARE_OF_LENGTH = 0.75  # a shorter training than this share of the next length is not made
+_RESERVE_FACTOR = 1.2  # times computed from earlier ones are multiplied by it; machines are noisy
 _ROWS_PER_SHARD = 2000  # of a store; a killed process loses at most one shard
 
 Scores = dict[str, float]
@@ -130,9 +135,10 @@ class Candidate:
         system: "bm25" alone, the "base" model, a "map" of its query vectors, a "trained" model, or
             a new model that encodes all documents "anew".
         bm25_weight: the weight of BM25 beside the vectors.
-        scores: scores on dev, of the vectors and BM25 together.
+        scores: scores on dev, of the vectors and BM25 together; those of trained document towers
+            among the documents of the pool, if dev has one.
         vectors: scores on dev of the vectors alone.
-        seconds: the time of the fit when the candidate was there.
+        seconds: how long the fit had run when the candidate was there.
         folder: the name of the folder with its map or its model; several candidates may share it.
         settings: {name: value} of the training.
         updates, training_seconds: the number of updates of the training, and their time.
@@ -190,14 +196,14 @@ class GivenVectors(NamedTuple):
     aligned: tuple[torch.Tensor, torch.Tensor] | None = None
 
 
-def has_no_loss(scores: Scores, free: Candidate) -> bool:
-    """Return whether no score is more than `LARGEST_LOSS` below that of `free`.
+def loses_little(scores: Scores, free: Candidate) -> bool:
+    """Return whether no score is more than `LARGEST_LOSS` below that of ``free``.
 
     Args:
         scores: by kind of documents, and by guard.
         free: the best search without training.
     """
-    return max(free.scores[kind] - score for kind, score in scores.items()) <= LARGEST_LOSS
+    return all(free.scores[kind] - score <= LARGEST_LOSS for kind, score in scores.items())
 
 
 def choose(candidates: Sequence[Candidate], free: Candidate) -> Candidate:
@@ -206,9 +212,9 @@ def choose(candidates: Sequence[Candidate], free: Candidate) -> Candidate:
     No training is the cheapest, then what keeps the vectors of the documents.
 
     Args:
-        free: the best search without training; see `has_no_loss`.
+        free: the best search without training; see `loses_little`.
     """
-    allowed = [free, *(each for each in candidates if has_no_loss(each.scores, free))]
+    allowed = [free, *(each for each in candidates if loses_little(each.scores, free))]
     best_score = max(candidate.score for candidate in allowed)
     nearly_best = [each for each in allowed if each.score >= best_score - SMALL_GAIN]
     return min(
@@ -257,13 +263,13 @@ class DevSet:
 
         Args:
             free: the best search without training. A weight with which no kind of documents loses
-                against it is better than any other; see `has_no_loss`.
+                much against it is better than any other; see `loses_little`.
         """
         best: dict[str, Any] = {}
         best_key = (False, -1.0)
         for weight in self._weights:
             scores = self.score(fuse_runs(run, self.bm25_run, weight))
-            key = (free is None or has_no_loss(scores, free), scores[MEAN])
+            key = (free is None or loses_little(scores, free), scores[MEAN])
             if key > best_key:
                 best = {"bm25_weight": weight, "scores": scores}
                 best_key = key
@@ -296,9 +302,10 @@ def write_linear_maps(
 ) -> None:
     """Write the matrices of linear maps of query vectors to `MAP_FILE`, by `Candidate.map_key`.
 
-    There is one in closed form for each ridge, and one by gradients if there are seconds for it.
-    They are learned from the first training pairs, at most about `MAX_MAP_PAIRS`, without those
-    whose passage has no vector. Vectors are L2-normalised if documents are compared by cosine.
+    There is one in closed form for each ridge, and one by gradients if there are seconds for it: q
+    becomes q M with M = I + W. They are learned from the first training pairs, at most about
+    `MAX_MAP_PAIRS`, without those whose passage has no vector. Vectors are L2-normalised if
+    documents are compared by cosine.
 
     Args:
         train_file: the training pairs. Beside it are the training documents, see `train_map`.
@@ -306,7 +313,7 @@ def write_linear_maps(
         ridges: see `solve_linear_map`.
         seconds: the time of the map by gradients.
         aligned: vectors of the same documents by a new model and as given, (n, d) and (n, e). They
-            are further pairs, and the map of the new model's queries is q -> q W.
+            are further pairs, and M = W in closed form; the map by gradients starts there.
     """
     pairs: list[tuple[str, str]] = []
     for record in read_records(train_file):
@@ -320,20 +327,19 @@ def write_linear_maps(
     x, p = vectors.double(), torch.from_numpy(documents.find_embeddings(passages)[1]).double()
     if documents.similarity == "cos":
         x, p = normalize(x), normalize(p)
-    start = torch.eye(x.shape[1], dtype=torch.float64)
-    closed_x, closed_p = x, p
+    all_x, all_p = x, p
+    origin = torch.eye(x.shape[1], dtype=torch.float64)
     if aligned is not None:
-        closed_x, closed_p = torch.cat([x, aligned[0]]), torch.cat([p, aligned[1]])
-        start = torch.zeros(x.shape[1], p.shape[1], dtype=torch.float64)
+        all_x, all_p = torch.cat([x, aligned[0]]), torch.cat([p, aligned[1]])
+        origin = torch.zeros(x.shape[1], p.shape[1], dtype=torch.float64)
 
     def solve(ridge: float) -> torch.Tensor:
-        return start + solve_linear_map(closed_x, closed_p - closed_x @ start, ridge)
+        return origin + solve_linear_map(all_x, all_p - all_x @ origin, ridge)
 
     maps = {f"{ridge:g}": solve(ridge) for ridge in ridges}
     if seconds > 0:
+        start = origin if aligned is None else solve(RIDGES[0])
         corpus = train_file.with_name(CORPUS_FILE)
-        if aligned is not None:
-            start = solve(RIDGES[0])
         maps[_GRADIENT_KEY] = train_map(
             x.float(), queries, passages, documents, corpus, start, seconds
         )
@@ -349,10 +355,10 @@ def train_map(
     start: torch.Tensor,
     seconds: float,
 ) -> torch.Tensor:
-    """Return S + W, (d, e), for the W that minimises the exact softmax over documents.
+    """Return start + W, (d, e), for the W that minimises the exact softmax over documents.
 
     L-BFGS minimises the mean loss of the mapped queries (see `contaccum.bank.full_softmax`) plus
-    `MAP_PENALTY` |W|^2, from W = 0 on, until the seconds are over.
+    `MAP_PENALTY` |W|^2, from W = 0 on, in `_MAP_ITERATIONS`, or until the seconds are over.
 
     Args:
         vectors: the vectors of the queries of n pairs, (n, d).
@@ -360,7 +366,7 @@ def train_map(
         documents: the documents' vectors.
         corpus: the training documents. Only these are negatives: documents of held-out queries
             would be pushed away.
-        start: S.
+        start: (d, e).
     """
     ends_at = time.monotonic() + seconds
     positives = PositiveRows(documents, text_ids(queries), text_ids(passages))
@@ -369,7 +375,7 @@ def train_map(
         passage.passage for passage in read_passages(corpus, RecordReport(), may_be_blank=True)
     )
     corpus_rows = torch.from_numpy(np.unique(documents.match_text_ids(corpus_ids)[1]))
-    numbers = torch.full((len(documents) + 1,), NO_ROW)  # the last one is that of `NO_ROW`
+    numbers = torch.full((len(documents) + 1,), NO_ROW)  # the last one is that of `NO_ROW`, -1
     numbers[corpus_rows] = torch.arange(len(corpus_rows))
     labels = numbers[rows_of_pairs]
     started = vectors @ start.float()
@@ -633,15 +639,17 @@ class Ladder:
         scores = work.once(folder, self.job.request, score)["scores"]
         return dataclasses.replace(candidate, scores={**candidate.scores, **scores})
 
-    def _add(self, name: str, make: Callable[[Path], list[dict[str, Any]]]) -> list[Candidate]:
+    def _add(
+        self, folder_name: str, make: Callable[[Path], list[dict[str, Any]]]
+    ) -> list[Candidate]:
         """Make the candidates of a folder once, and add them; print the best one of them.
 
         Args:
-            name: the name of the folder.
+            folder_name: below the folder of the candidates.
             make: returns the candidates, as JSON; all processes call it with the folder.
         """
-        folder = self._folder / name
-        self.job.status.start(f"candidate {len(self.candidates)}: {name.replace('_', ' ')}")
+        folder = self._folder / folder_name
+        self.job.status.start(f"candidate {len(self.candidates)}: {folder_name.replace('_', ' ')}")
         found = work.once(
             folder, self.job.request, lambda: {"candidates": make(folder)}, all_ranks=True
         )
@@ -649,17 +657,17 @@ class Ladder:
         for row in found["candidates"]:
             added.append(Candidate(**{**row, "number": len(self.candidates)}))
             self.candidates.append(added[-1])
-        shown = max(added, key=lambda each: each.score)
+        best_added = max(added, key=lambda each: each.score)
         best = self.get_best()
         self.job.status.best = f"best {best.number}: {best.score:.3f}"
         self.job.print_line(
-            f"{shown.number}. {shown.describe()}: {shown.score:.3f} on dev (best "
-            f"{best.number}. {best.describe()}), {shown.seconds / 60:.1f} minutes used"
+            f"{best_added.number}. {best_added.describe()}: {best_added.score:.3f} on dev (best "
+            f"{best.number}. {best.describe()}), {best_added.seconds / 60:.1f} minutes used"
         )
         return added
 
-    def _is_done(self, name: str) -> bool:
-        folder = self._folder / name
+    def _is_done(self, folder_name: str) -> bool:
+        folder = self._folder / folder_name
         return work.on_first_rank(work.find_result, folder, self.job.request) is not None
 
     def _search(self, dev: DevSet, candidate: Candidate) -> Run:
@@ -671,9 +679,10 @@ class Ladder:
         free = None
         if candidate.rung > FREE:
             free = self.free if dev is self._dev else self._free_on_pool
-        scored = dev.weigh(self._search(dev, candidate), free)
         if candidate.system == "bm25":
-            scored |= {"bm25_weight": 1.0, "vectors": {}}
+            scored: dict[str, Any] = {"bm25_weight": 1.0, "scores": dev.score(dev.bm25_run)}
+        else:
+            scored = dev.weigh(self._search(dev, candidate), free)
         candidate = dataclasses.replace(candidate, **scored)
         for name, guard in self._guards.items():
             candidate.scores[f"guard {name}"] = self._score_search(candidate, guard)[MEAN]
@@ -733,8 +742,8 @@ class Ladder:
         self._add("no_training", lambda folder: work.on_first_rank(score))
 
     def _fit_linear_maps(self) -> None:
-        name = "linear_map" if self._train_file == TRAIN_FILE else "linear_map-generated"
-        if not self._is_done(name) and self.left() <= 0:
+        folder_name = "linear_map" if self._train_file == TRAIN_FILE else "linear_map-generated"
+        if not self._is_done(folder_name) and self.left() <= 0:
             return
         # Nothing else can be trained with given vectors.
         share = _CHEAP_SHARE if self.given is None else 1.0
@@ -755,7 +764,7 @@ class Ladder:
                 f"linear map by gradients{self._shown_questions}",
                 LINEAR_MAP,
                 "map",
-                folder=name,
+                folder=folder_name,
                 training_seconds=made_in,
                 train_file=self._train_file,
             )
@@ -771,21 +780,21 @@ class Ladder:
             best = Candidate(**max(rows, key=lambda row: row["scores"][MEAN]))
             return rows + [self._score(_blend(best, blend), self._dev) for blend in BLENDS]
 
-        self._add(name, lambda folder: work.on_first_rank(fit_and_score, folder))
+        self._add(folder_name, lambda folder: work.on_first_rank(fit_and_score, folder))
 
     def _train_query_tower(self, largest_share: float) -> None:
         """Train the query tower at the first rate, and at others.
 
         Args:
-            largest_share: of the time that is left, which the last training may have taken if
-                another rate is to be tried.
+            largest_share: another rate is tried if the last training has taken at most this share
+                of the time that is left.
         """
         rate = first_rate = self._choose_rate("query_side")
         trained: list[Candidate] = []  # the best of each rate
         for _ in range(1 if "learning_rate" in self.job.given else MAX_RATES):
-            name = f"query_tower-{rate:g}"
+            folder_name = f"query_tower-{rate:g}"
             seconds = self.left() - (1 + len(BLENDS)) * self._seconds_per_score
-            if not self._is_done(name):
+            if not self._is_done(folder_name):
                 if seconds < _LEAST_SECONDS:
                     return
                 if trained and trained[-1].training_seconds > largest_share * seconds:
@@ -793,11 +802,12 @@ class Ladder:
             settings = self._make_settings("query_side", learning_rate=rate)
             num_updates = self._count_updates(settings, QUERY_TOWER_EPOCHS)
             shown = f"query tower at {rate:g}"
-            added = [each for each in self.candidates if each.folder == name] or self._train(
-                name, shown, QUERY_TOWER, settings, num_updates, seconds, (1.0, *BLENDS)
+            added = [each for each in self.candidates if each.folder == folder_name] or self._train(
+                folder_name, shown, QUERY_TOWER, settings, num_updates, seconds, (1.0, *BLENDS)
             )
             trained.append(max(added, key=lambda each: each.score))
             scores = [each.score for each in trained]
+            # Up while that is better; if not even once, down once.
             if all(higher > lower for lower, higher in itertools.pairwise(scores)):
                 rate = _round(RATE_FACTOR * rate)
             elif len(scores) == 2:  # the first rate is better than the higher one
@@ -806,6 +816,7 @@ class Ladder:
                 return
 
     def _train_both_towers(self) -> None:
+        """Train both towers anew, each time about twice as long, until dev shows no gain."""
         method = self.job.given.get("method", "contaccum")
         if method == "query_side":
             return
@@ -815,24 +826,19 @@ class Ladder:
         length = longest if self._has_fixed_length else min(FIRST_LENGTH, longest)
         trained: list[Candidate] = []
         for number in itertools.count(1):
-            name = f"both_towers-{number}"
+            folder_name = f"both_towers-{number}"
             seconds = self._get_training_seconds()
             num_updates = length
-            if not self._is_done(name):
+            if not self._is_done(folder_name):
                 if seconds < self._least_seconds:
                     break
-                is_begun = work.on_first_rank((self._folder / name).is_dir)  # and goes on
-                if trained and not is_begun:
-                    last = trained[-1]
-                    affordable = int(seconds * last.updates / last.training_seconds)
-                    if affordable < _LEAST_SHARE_OF_LENGTH * length:
+                # What an earlier start has begun goes on with the updates that it had.
+                if trained and not work.on_first_rank((self._folder / folder_name).is_dir):
+                    num_updates = min(self._plan_length(length, trained[-1], seconds), longest)
+                    if num_updates == 0:
                         break
-                    if affordable < 3 * length:
-                        # The next training would not fit, so this one takes all the time.
-                        num_updates = math.ceil(1.1 * affordable)
-            num_updates = min(num_updates, longest)
             shown = f"both towers, {method}"
-            trained += self._train(name, shown, BOTH_TOWERS, settings, num_updates, seconds)
+            trained += self._train(folder_name, shown, BOTH_TOWERS, settings, num_updates, seconds)
             scores = [candidate.score for candidate in trained]
             earlier = scores[:-MAX_TRIALS_WITHOUT_GAIN]
             has_gain = not earlier or max(scores) > max(earlier)
@@ -842,56 +848,78 @@ class Ladder:
             length = min(2 * max(candidate.updates for candidate in trained), longest)
         self._blend_both_towers()
 
+    def _plan_length(self, length: int, last: Candidate, seconds: float) -> int:
+        """Return the number of updates of the next training of both towers; 0: there is no time.
+
+        Args:
+            length: the number that is meant.
+            last: the last training, by which the time of an update is known.
+            seconds: the time for the training.
+        """
+        affordable = int(seconds * last.updates / last.training_seconds)
+        if affordable < _LEAST_SHARE_OF_LENGTH * length:
+            return 0
+        if affordable < 3 * length:
+            # The training after this one, twice as long, would not fit, so this one takes all the
+            # time, and more updates than are expected, because the time ends it anyway.
+            return math.ceil(1.1 * affordable)
+        return length
+
     def _blend_both_towers(self) -> None:
         """Average the best model with the base model, if a kind of documents has lost too much."""
         upper = [each for each in self.candidates if each.rung == BOTH_TOWERS]
         if not upper:
             return
         best = max(upper, key=lambda each: each.score)
-        name = f"{best.folder}-blends"
+        folder_name = f"{best.folder}-blends"
         assert self._free_on_pool is not None
-        is_allowed = has_no_loss(best.scores, self._free_on_pool)
+        needs_blends = not loses_little(best.scores, self._free_on_pool)
         has_time = self._get_training_seconds() > len(BLENDS) * self._least_seconds
-        if not self._is_done(name) and (is_allowed or not has_time):
+        if not (self._is_done(folder_name) or (needs_blends and has_time)):
             return
 
         def score() -> list[dict[str, Any]]:
             return [self._score(_blend(best, blend), self._pool) for blend in BLENDS]
 
-        self._add(name, lambda folder: work.on_first_rank(score))
+        self._add(folder_name, lambda folder: work.on_first_rank(score))
 
     def _train_further(self) -> None:
+        """Go on from the best training of both towers, with one change at a time.
+
+        Two trials in a row without a gain end it.
+        """
         upper = [each for each in self.candidates if each.rung == BOTH_TOWERS and each.blend == 1.0]
         if not upper:
             return
-        first = best = max(upper, key=lambda each: each.score)
-        without_gain = 0
+        first = max(upper, key=lambda each: each.score)
+        trials = [first]
         if "method" not in self.job.given and not self._has_one_tower:
-            for added in self._train_second_stage(first):
-                without_gain = int(added.score <= first.score)
-        method = replace(Settings(), **first.settings).method
-        tries = []  # a method, and the factor of its learning rate
+            trials += self._train_second_stage(first)
+        first_method = replace(Settings(), **first.settings).method
+        first_rate = best_rate = first.settings["learning_rate"]
+        tries = []
         if "learning_rate" not in self.job.given:
-            tries += [(method, RATE_FACTOR), (method, 1 / RATE_FACTOR)]
+            tries += [(first_method, RATE_FACTOR), (first_method, 1 / RATE_FACTOR)]
         if "method" not in self.job.given:
             tries.append(("grad_cache", 1.0))
         for method, factor in tries:
-            if without_gain == MAX_TRIALS_WITHOUT_GAIN:
+            scores = [candidate.score for candidate in trials]
+            if len(scores) - 1 - scores.index(max(scores)) == MAX_TRIALS_WITHOUT_GAIN:
                 return
-            if factor < 1.0 and best is not first:
+            if factor < 1.0 and best_rate > first_rate:
                 continue  # a higher rate is better, so a lower one would be worse
-            start = best if factor == 1.0 else first
-            rate = _round(factor * start.settings["learning_rate"])
-            name = f"{method}-{rate:g}"
+            rate = best_rate if factor == 1.0 else _round(factor * first_rate)
+            folder_name = f"{method}-{rate:g}"
             seconds = self._get_training_seconds()
-            is_done = self._is_done(name)
+            is_done = self._is_done(folder_name)
             if not is_done and seconds < max(self._least_seconds, 0.5 * first.training_seconds):
                 return
             settings = self._make_settings(method, learning_rate=rate)
             shown = f"both towers, {method} at {rate:g}"
-            [added] = self._train(name, shown, FURTHER, settings, first.updates, seconds)
-            without_gain = 0 if added.score > best.score else without_gain + 1
-            best = max(best, added, key=lambda each: each.score)
+            [added] = self._train(folder_name, shown, FURTHER, settings, first.updates, seconds)
+            if method == first_method and added.score > first.score:
+                best_rate = rate
+            trials.append(added)
 
     def _train_second_stage(self, first: Candidate) -> list[Candidate]:
         """Train the query tower of a trained model against the documents that it encodes.
@@ -899,14 +927,14 @@ class Ladder:
         Returns:
             The candidate; none if there is no time, or if the time cannot be known.
         """
-        name = f"{first.folder}-second_stage"
+        folder_name = f"{first.folder}-second_stage"
         query_towers = [each for each in self.candidates if each.rung == QUERY_TOWER]
         if not query_towers:
             return []
         seconds = self._get_training_seconds()
         needed = first.updates * query_towers[0].training_seconds / query_towers[0].updates
         needed += self._split.documents["train"] * self._seconds_per_document
-        if not self._is_done(name) and seconds < _RESERVE_FACTOR * needed:
+        if not self._is_done(folder_name) and seconds < _RESERVE_FACTOR * needed:
             return []
         corpus = str(self.job.data / CORPUS_FILE)
         options = {**first.settings, "trust_remote_code": self.base.trust_remote_code}
@@ -920,7 +948,7 @@ class Ladder:
                 f"{first.name}, second stage",
                 FURTHER,
                 "trained",
-                folder=name,
+                folder=folder_name,
                 settings=to_dict(two_stages),
                 updates=first.updates + trained.updates,
                 training_seconds=first.training_seconds + trained.seconds,
@@ -935,13 +963,13 @@ class Ladder:
 
             return work.on_first_rank(score)
 
-        return self._add(name, make)
+        return self._add(folder_name, make)
 
     # Parts of the rungs ---------------------------------------------------------------------------
 
     def _train(
         self,
-        name: str,
+        folder_name: str,
         shown: str,
         rung: int,
         settings: Settings,
@@ -949,11 +977,12 @@ class Ladder:
         seconds: float,
         blends: Sequence[float] = (1.0,),
     ) -> list[Candidate]:
-        """Train in the folder ``name``, once, and score the model on dev.
+        """Train in a folder, once, and score the model on dev.
 
         Args:
             shown: the first words of the candidate's name.
-            num_updates, seconds: the length of the training, and its time if that ends sooner.
+            num_updates, seconds: the length of the training, and its time if that ends sooner. If
+                the user has given the length, they are not used.
             blends: the shares of the trained weights in the models to score.
         """
 
@@ -969,7 +998,7 @@ class Ladder:
                 f"{shown}, {trained.updates} updates{self._shown_questions}",
                 rung,
                 "trained",
-                folder=name,
+                folder=folder_name,
                 settings=to_dict(written),
                 updates=trained.updates,
                 training_seconds=trained.seconds,
@@ -989,7 +1018,7 @@ class Ladder:
 
             return work.on_first_rank(score)
 
-        return self._add(name, make)
+        return self._add(folder_name, make)
 
     def _choose_rate(self, method: str) -> float:
         given = self.job.given.get("learning_rate")
@@ -1024,10 +1053,10 @@ class Ladder:
         return self.left() - seconds - self._seconds_per_score
 
     def _make_pool(self) -> None:
-        """Reduce the documents of dev to those that the candidates so far find, if dev has many.
+        """Reduce the documents of dev, if it has many, to those that the best searches so far find.
 
-        A model whose document tower is trained must encode them all. The best candidate has the
-        same nDCG@10 among them as among all documents.
+        A model whose document tower is trained must encode them all. It has a small advantage among
+        them: what it alone would find, and is wrong, is left out.
         """
         folder = self._folder / "pool_data"
         best = self.get_best()
@@ -1038,8 +1067,15 @@ class Ladder:
             is_reduced = len(dev.dataset.corpus) > MAX_POOL
             if is_reduced:
                 run = self._search(dev, best)
-                with_bm25 = fuse_runs(run, dev.bm25_run, best.bm25_weight)
-                runs = [dev.bm25_run, dev.evaluator.search(self.base), run, with_bm25]
+                base_run = self._search(dev, self.base_candidate)
+                base_weight = self.base_candidate.bm25_weight
+                runs = [
+                    dev.bm25_run,
+                    base_run,
+                    fuse_runs(base_run, dev.bm25_run, base_weight),
+                    run,
+                    fuse_runs(run, dev.bm25_run, best.bm25_weight),
+                ]
                 write_part(dev.dataset, pool_documents(dev.dataset, runs), folder)
             return {"is_reduced": is_reduced}
 
