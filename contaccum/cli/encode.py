@@ -21,19 +21,15 @@ from contaccum.cli.options import (
     parse_positive_int,
     print_at_once,
 )
-from contaccum.data.corpus import read_texts, require_texts
-from contaccum.data.rows import RecordReport
+from contaccum.data.corpus import require_texts
 from contaccum.encoders.names import require_model
+from contaccum.errors import ConfigError
 from contaccum.retrieval import bm25
 from contaccum.retrieval.store import STORE, STORED, EmbeddingStore, write_parquet
 
 
 def run(argv: Sequence[str]) -> int:
-    """Encode a corpus and return exit code 0.
-
-    Raises:
-        UserError: if the arguments, the corpus, the model or the output folder cannot be used.
-    """
+    """Encode a corpus and return exit code 0."""
     args = _parse_arguments(argv)
     print_at_once(f"encoding {args.corpus} with {args.model}")
     require_model(args.model)
@@ -89,21 +85,14 @@ def run(argv: Sequence[str]) -> int:
         f"{texts_per_second:,.0f} per second; {status}"
     )
     # The rank that finishes the store writes what is derived from it.
-    writers = []
-    if args.format == "parquet":
-        writers.append(write_parquet)
-    if args.bm25:
-        writers.append(bm25.write_index)
-    for write in writers if is_finished else []:
-        report = RecordReport(args.on_bad_record)
-        passages = read_texts(args.corpus, "document", report, args.corpus_columns)
-        folder = write(EmbeddingStore.open(args.output), passages, show_progress)
-        print(f"written: {folder}")
+    if is_finished and args.format == "parquet":
+        print(f"written: {write_parquet(EmbeddingStore.open(args.output), show_progress)}")
+    if is_finished and args.bm25:
+        print(f"written: {bm25.write_index(EmbeddingStore.open(args.output), show_progress)}")
     return 0
 
 
 def _parse_arguments(argv: Sequence[str]) -> argparse.Namespace:
-    """Parse the command line."""
     parser = Parser(
         "encode",
         "Encode a corpus of any size into a memory-mapped store of embeddings.",
@@ -145,7 +134,8 @@ def _parse_arguments(argv: Sequence[str]) -> argparse.Namespace:
     parser.add_argument(
         "--no_texts",
         action="store_true",
-        help="do not keep titles and texts in the store; contaccum search then shows ids alone",
+        help="do not keep titles and texts in the store; contaccum search then shows ids alone, "
+        "and there is neither --bm25 nor --format parquet",
     )
     parser.add_argument(
         "--shard_size",
@@ -160,4 +150,7 @@ def _parse_arguments(argv: Sequence[str]) -> argparse.Namespace:
         help="replace a store that is already in the folder, also an unfinished one; without this "
         "option, an unfinished store is continued",
     )
-    return parser.parse(argv)
+    args = parser.parse(argv)
+    if args.no_texts and (args.bm25 or args.format == "parquet"):
+        raise ConfigError("--no_texts: --bm25 and --format parquet need the texts; leave one out")
+    return args
