@@ -17,11 +17,7 @@ from contaccum.files import provenance
 
 
 def run(argv: Sequence[str]) -> int:
-    """Mine hard negatives, write them and a report, and return exit code 0.
-
-    Raises:
-        UserError: if the arguments, the data or the models cannot be used. No file is written.
-    """
+    """Mine hard negatives, write them and a report, and return exit code 0."""
     args = _parse_arguments(argv)
     rules = {rule.name: getattr(args, rule.name) for rule in fields(mining.SelectionRules)}
     mining.SelectionRules(**rules)  # refuses wrong rules before anything is loaded
@@ -55,31 +51,27 @@ def run(argv: Sequence[str]) -> int:
         show_progress=not args.no_progress,
         **rules,
     )
-    record: dict[str, Any] = {
-        "model": {"name": args.model, "fingerprint": None},
-        "tokenisation": None,
-        "cross_encoder": {"name": args.cross_encoder, "fingerprint": None},
-        **provenance(),
-    }
-    if model is not None or cross_encoder is not None:
+    record: dict[str, Any] = {"model": {"name": args.model}, **provenance()}
+    if model is not None:
         from contaccum.retrieval.encode import model_fingerprint, tokenisation_fingerprint
 
         record["model"]["fingerprint"] = model_fingerprint(model)
         record["tokenisation"] = tokenisation_fingerprint(model)
-        record["cross_encoder"]["fingerprint"] = model_fingerprint(cross_encoder)
+    if cross_encoder is not None:
+        from contaccum.retrieval.encode import model_fingerprint
+
+        fingerprint = model_fingerprint(cross_encoder)
+        record["cross_encoder"] = {"name": args.cross_encoder, "fingerprint": fingerprint}
     written_files = mining.write_mined(mined, args.output, record)
-    num_incomplete = mined.record()["queries_with_too_few"]
-    num_queries = data.record["queries"]
     print(
-        f"{num_incomplete} of {num_queries} queries have fewer than {args.num_negatives} mined "
-        "negatives"
+        f"{mined.record()['queries_with_too_few']} of {data.record['queries']} queries have fewer "
+        f"than {args.num_negatives} mined negatives"
     )
     print("written:", *written_files)
     return 0
 
 
 def _parse_arguments(argv: Sequence[str]) -> argparse.Namespace:
-    """Parse the command line, and check that a MODEL is named if it is needed."""
     parser = Parser(
         "mine",
         "Mine hard negatives for training data: passages that score high for a query and are not "
