@@ -12,11 +12,7 @@ from contaccum.files import require_new_folder
 
 
 def run(argv: Sequence[str]) -> int:
-    """Export a model and return exit code 0.
-
-    Raises:
-        UserError: if the model cannot be loaded or exported, or the folder exists.
-    """
+    """Export a model and return exit code 0."""
     args = _parse_arguments(argv)
     print_at_once(f"exporting {args.model} to {args.folder}")
     require_model(args.model)
@@ -41,7 +37,6 @@ def run(argv: Sequence[str]) -> int:
 
 
 def _parse_arguments(argv: Sequence[str]) -> argparse.Namespace:
-    """Parse the command line; see `contaccum export --help`."""
     parser = Parser(
         "export",
         "Write a model as plain SentenceTransformer folders that embedding servers can load, "

@@ -22,11 +22,7 @@ _HELP_POSITION = 34
 class Parser(argparse.ArgumentParser):
     """An argument parser that raises `ConfigError` instead of ending the process.
 
-    Args:
-        command: the name of the command, such as "encode".
-        description: one or two sentences for `--help`.
-        shared_options: names of options in `SHARED_OPTIONS` that the command has.
-        usage: the usage line. None: argparse writes it.
+    ``shared_options`` are names in `SHARED_OPTIONS`.
     """
 
     def __init__(
@@ -43,7 +39,6 @@ class Parser(argparse.ArgumentParser):
             self.add_argument(f"--{name}", **SHARED_OPTIONS[name])
 
     def error(self, message: str) -> NoReturn:
-        """Raise `ConfigError` with argparse's message."""
         raise ConfigError(f"{message} (see {self.prog} --help)")
 
     def add_data_options(self) -> None:
@@ -91,11 +86,6 @@ class Parser(argparse.ArgumentParser):
         return {action.dest for action in self._actions if action.option_strings}
 
     def parse(self, argv: Sequence[str]) -> argparse.Namespace:
-        """Parse a command line.
-
-        Raises:
-            ConfigError: for an unknown option or a value that is not allowed.
-        """
         names = self.option_names
         # Before argparse, which would report a misspelt required option as a missing one.
         options = [word for word in argv if word.startswith("--")]
@@ -116,7 +106,7 @@ def is_first_process() -> bool:
 
 
 def print_at_once(line: str) -> None:
-    """Print a line at once, so that a log file shows the progress of a long run.
+    """Print a line at once, in the first process, so that a log shows the progress of a long run.
 
     Each command prints what it does before it imports torch, which takes up to fifteen seconds.
     """
@@ -125,7 +115,6 @@ def print_at_once(line: str) -> None:
 
 
 def parse_positive_int(text: str) -> int:
-    """Return the value of an option that must be an integer of at least 1."""
     try:
         value = int(text)
     except ValueError as error:
@@ -209,13 +198,7 @@ ENCODING_OPTIONS = (
 
 
 def load_model(name: str, args: argparse.Namespace) -> DualEncoder:
-    """Load a model with the device, maximum lengths and code trust that the command line sets.
-
-    A maximum length for which the command has no option stays as it was saved.
-
-    Raises:
-        UserError: if the device or the model cannot be used.
-    """
+    """Load a model with the device, maximum lengths and code trust that the command line sets."""
     import torch
 
     from contaccum.encoders.dual_encoder import DualEncoder

@@ -24,11 +24,7 @@ _NUM_SHOWN = 3  # questions
 
 
 def run(argv: Sequence[str]) -> int:
-    """Ask for questions, write those to keep, and return exit code 0.
-
-    Raises:
-        UserError: if the arguments, the files or the server cannot be used, or no question is left.
-    """
+    """Ask for questions, write those to keep, and return exit code 0."""
     args = _parse_arguments(argv)
     max_calls, max_seconds = math.inf, math.inf
     if args.budget is not None and args.budget.isdecimal():
@@ -112,7 +108,6 @@ def _parse_request(text: str) -> dict[str, Any]:
 
 
 def _parse_arguments(argv: Sequence[str]) -> argparse.Namespace:
-    """Parse the command line."""
     parser = Parser(
         "questions",
         "Write questions for documents with a language model on a server with OpenAI's interface. "

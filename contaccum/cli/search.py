@@ -39,11 +39,7 @@ _SHOWN_CHARACTERS = 300  # of a document's text
 
 
 def run(argv: Sequence[str]) -> int:
-    """Search a store, show the answers or write the run, and return exit code 0.
-
-    Raises:
-        UserError: if the arguments, the queries, the model, the store or the index cannot be used.
-    """
+    """Search a store, show the answers or write the run, and return exit code 0."""
     args = _parse_arguments(argv)
     searched_for = "" if args.queries is None else f" for {args.queries}"
     print_at_once(f"searching {args.store} with {args.model}{searched_for}")
@@ -109,7 +105,6 @@ def _read_typed_questions() -> Iterator[str]:
 
 
 def _write_run(args: argparse.Namespace, store: EmbeddingStore) -> int:
-    """Search for the queries of a file, and write the run and its record."""
     index_settings = {
         "factory": args.index,
         "metric": args.similarity or store.similarity,
@@ -191,7 +186,6 @@ def _write_run(args: argparse.Namespace, store: EmbeddingStore) -> int:
 
 
 def _parse_arguments(argv: Sequence[str]) -> argparse.Namespace:
-    """Parse the command line."""
     parser = Parser(
         "search",
         "Search a store that contaccum encode wrote, for questions or for a file of queries.",

@@ -14,11 +14,7 @@ from contaccum.data.split import SplitSettings, split_data
 
 
 def run(argv: Sequence[str]) -> int:
-    """Write a split and return exit code 0.
-
-    Raises:
-        UserError: if the arguments or the data cannot be used. Nothing is written then.
-    """
+    """Write a split and return exit code 0."""
     args = _parse_arguments(argv)
     settings = SplitSettings(args.dev, args.test, args.documents, args.seed, args.fold, args.future)
     defaults = {"data_format": args.data_format, "split": args.split, "columns": args.data_columns}
@@ -50,7 +46,6 @@ def run(argv: Sequence[str]) -> int:
 
 
 def _parse_arguments(argv: Sequence[str]) -> argparse.Namespace:
-    """Parse the command line."""
     defaults = SplitSettings()
     parser = Parser(
         "split",

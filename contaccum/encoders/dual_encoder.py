@@ -265,10 +265,9 @@ def add_query_adapter(
 
 
 def untie(model: SentenceTransformer) -> None:
-    """Replace the modules of a tied model by a Router, in place.
+    """Replace the modules of a tied model by a Router, in place: its document route.
 
-    The Router has the modules as its document route and a copy of them as its query route. Raises
-    `ConfigError` if the model has a Router already.
+    Its query route has a copy of them. Raises `ConfigError` if the model has a Router already.
     """
     if isinstance(model[0], Router):
         raise ConfigError(
