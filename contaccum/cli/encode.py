@@ -101,54 +101,41 @@ def _parse_arguments(argv: Sequence[str]) -> argparse.Namespace:
         *ENCODING_OPTIONS,
         usage="contaccum encode MODEL --corpus PATH --output FOLDER [OPTIONS]",
     )
-    parser.add_argument("model", metavar="MODEL", help=MODEL_HELP)
-    parser.add_argument(
-        "--corpus",
-        type=Path,
-        required=True,
-        metavar="PATH",
-        help="documents: jsonl, a JSON array or a table (plain or gzip), parquet, or a BEIR folder",
-    )
-    parser.add_argument(
-        "--output", type=Path, required=True, metavar="FOLDER", help="folder of the store"
-    )
-    parser.add_argument(
-        "--dtype",
-        choices=STORED,
-        default="float32",
-        help="type of the stored embeddings; default: %(default)s",
-    )
-    parser.add_argument(
+    add = parser.add_argument
+    add("model", metavar="MODEL", help=MODEL_HELP)
+    documents = "documents: jsonl, a JSON array or a table (plain or gzip), parquet, a BEIR folder"
+    add("--corpus", type=Path, required=True, metavar="PATH", help=documents)
+    add("--output", type=Path, required=True, metavar="FOLDER", help="folder of the store")
+    add("--dtype", choices=STORED, default="float32", help="type in the store; default: float32")
+    add(
         "--format",
         choices=("store", "parquet"),
         default="store",
         help="parquet: also write ids, titles, texts and embeddings of the finished store to "
         "FOLDER/parquet, for DuckDB and vector databases; default: %(default)s",
     )
-    parser.add_argument(
+    add(
         "--bm25",
         action="store_true",
-        help="also write a BM25 index of the finished store to FOLDER/bm25, for contaccum search "
-        "--bm25_weight",
+        help="also write a BM25 index of the finished store to FOLDER/bm25, for contaccum search",
     )
-    parser.add_argument(
+    add(
         "--no_texts",
         action="store_true",
-        help="do not keep titles and texts in the store; contaccum search then shows ids alone, "
-        "and there is neither --bm25 nor --format parquet",
+        help="keep no titles and texts in the store: contaccum search shows ids alone, and there "
+        "is neither --bm25 nor --format parquet",
     )
-    parser.add_argument(
+    add(
         "--shard_size",
         type=parse_positive_int,
         default=50_000,
         metavar="ROWS",
         help="rows per shard; a killed run loses at most one shard; default: %(default)s",
     )
-    parser.add_argument(
+    add(
         "--overwrite",
         action="store_true",
-        help="replace a store that is already in the folder, also an unfinished one; without this "
-        "option, an unfinished store is continued",
+        help="replace a store in the folder; without this option, an unfinished one is continued",
     )
     args = parser.parse(argv)
     if args.no_texts and (args.bm25 or args.format == "parquet"):

@@ -45,12 +45,9 @@ def _parse_arguments(argv: Sequence[str]) -> argparse.Namespace:
         "trust_remote_code",
         usage="contaccum export MODEL OUT [OPTIONS]",
     )
-    parser.add_argument("model", metavar="MODEL", help=MODEL_HELP)
-    parser.add_argument("folder", type=Path, metavar="OUT", help="the new folder")
-    parser.add_argument(
-        "--dtype",
-        choices=("float32", "bfloat16", "float16"),
-        default="float32",
-        help="the dtype of the weights; default: %(default)s",
-    )
+    add = parser.add_argument
+    add("model", metavar="MODEL", help=MODEL_HELP)
+    add("folder", type=Path, metavar="OUT", help="the new folder")
+    dtypes = ("float32", "bfloat16", "float16")
+    add("--dtype", choices=dtypes, default="float32", help="type of the weights; default: float32")
     return parser.parse(argv)

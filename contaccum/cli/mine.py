@@ -82,46 +82,22 @@ def _parse_arguments(argv: Sequence[str]) -> argparse.Namespace:
         *ENCODING_OPTIONS,
         usage="contaccum mine [MODEL] --data DATA --output PATH [OPTIONS]",
     )
-    parser.add_argument(
-        "model", nargs="?", metavar="MODEL", help=f"{MODEL_HELP}; leave it out with --method bm25"
-    )
-    parser.add_argument(
-        "--data",
-        required=True,
-        metavar="DATA",
-        help="training data in any format of docs/data.md",
-    )
-    parser.add_argument(
-        "--output",
-        type=Path,
-        required=True,
-        metavar="PATH",
-        help="file of the training data with negatives; a report is written beside it",
-    )
-    parser.add_argument(
-        "--corpus",
-        metavar="PATH",
-        help="mine in these passages (formats: see contaccum encode); default: the data's own",
-    )
+    add = parser.add_argument
+    add("model", nargs="?", metavar="MODEL", help=f"{MODEL_HELP}; none with --method bm25")
+    data = "training data in any format of docs/data.md"
+    add("--data", required=True, metavar="DATA", help=data)
+    output = "file of the training data with negatives; a report is written beside it"
+    add("--output", type=Path, required=True, metavar="PATH", help=output)
+    corpus = "mine in these passages (formats: see contaccum encode); default: the data's own"
+    add("--corpus", metavar="PATH", help=corpus)
     parser.add_data_options()
-    parser.add_argument(
-        "--split",
-        default="train",
-        help="qrels split of a BEIR folder to mine for; default: %(default)s",
-    )
-    parser.add_argument(
-        "--cross_encoder",
-        metavar="MODEL",
-        help="rescore the candidates with this cross-encoder, and write its scores",
-    )
-    parser.add_argument(
-        "--method",
-        choices=("dense", "bm25"),
-        default="dense",
-        help="search with the MODEL or with BM25; default: %(default)s",
-    )
+    add("--split", default="train", help="split of a BEIR folder to mine for; default: train")
+    cross_encoder = "rescore the candidates with this cross-encoder, and write its scores"
+    add("--cross_encoder", metavar="MODEL", help=cross_encoder)
+    method = "search with the MODEL or with BM25; default: dense"
+    add("--method", choices=("dense", "bm25"), default="dense", help=method)
     for rule in fields(mining.SelectionRules):
-        parser.add_argument(f"--{rule.name}", default=rule.default, **rule.metadata)
+        add(f"--{rule.name}", default=rule.default, **rule.metadata)
     args = parser.parse(argv)
     if args.method == "dense" and args.model is None:
         raise ConfigError("--method dense needs a MODEL to encode with: name one")

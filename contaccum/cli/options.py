@@ -43,34 +43,16 @@ class Parser(argparse.ArgumentParser):
 
     def add_data_options(self) -> None:
         """Add the options that determine how training data are read."""
-        self.add_argument(
-            "--data_format",
-            choices=get_choices("data_format"),
-            help="format of the data; default: detected",
-        )
-        self.add_argument(
-            "--data_columns",
-            nargs="+",
-            metavar="ROLE=NAME",
-            help="column names in the data, such as query=question positive=answer",
-        )
+        data_format = "format of the data; default: detected"
+        self.add_argument("--data_format", choices=get_choices("data_format"), help=data_format)
+        columns = "column names in the data, such as query=question positive=answer"
+        self.add_argument("--data_columns", nargs="+", metavar="ROLE=NAME", help=columns)
 
     def add_held_out_options(self) -> None:
         """Add the sizes of the dev and test sets, and the documents of their queries."""
-        self.add_argument(
-            "--dev",
-            type=float,
-            metavar="SIZE",
-            help="number of dev queries, or their share if below 1; "
-            "default: 0.1, at most 500 queries",
-        )
-        self.add_argument(
-            "--test",
-            type=float,
-            metavar="SIZE",
-            help="number of test queries, or their share if below 1; "
-            "default: 0.2, at most 1,000 queries",
-        )
+        for name, default in (("dev", "0.1, at most 500"), ("test", "0.2, at most 1,000")):
+            size = f"number of {name} queries, or their share if below 1; default: {default}"
+            self.add_argument(f"--{name}", type=float, metavar="SIZE", help=size)
         self.add_argument(
             "--future",
             choices=["known", "new", "both"],

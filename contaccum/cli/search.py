@@ -197,63 +197,37 @@ def _parse_arguments(argv: Sequence[str]) -> argparse.Namespace:
         *ENCODING_OPTIONS,
         usage="contaccum search MODEL --store FOLDER [QUESTION ... | --queries PATH] [OPTIONS]",
     )
-    parser.add_argument("model", metavar="MODEL", help=MODEL_HELP)
-    parser.add_argument(
-        "--store",
-        type=Path,
-        required=True,
-        metavar="FOLDER",
-        help="store of documents that contaccum encode wrote",
-    )
-    parser.add_argument(
-        "questions",
-        nargs="*",
-        metavar="QUESTION",
-        help="questions whose best three documents are shown; without any, they are typed",
-    )
-    parser.add_argument(
+    add = parser.add_argument
+    add("model", metavar="MODEL", help=MODEL_HELP)
+    store = "store of documents that contaccum encode wrote"
+    add("--store", type=Path, required=True, metavar="FOLDER", help=store)
+    questions = "questions whose best three documents are shown; without any, they are typed"
+    add("questions", nargs="*", metavar="QUESTION", help=questions)
+    add(
         "--queries",
         type=Path,
         metavar="PATH",
         help="write a run for the queries of a file: jsonl, tsv (id, text), DPR's .qa.csv, or a "
         "BEIR folder",
     )
-    parser.add_argument(
-        "--split",
-        help="with a BEIR folder: only the queries with judgements in this split; default: all",
-    )
-    parser.add_argument(
-        "--output",
-        type=Path,
-        default=Path("run.trec"),
-        metavar="RUN.trec",
-        help="file of the run; a record, RUN.trec.json, is written beside it; default: %(default)s",
-    )
-    parser.add_argument(
-        "--top_k",
-        type=parse_positive_int,
-        default=100,
-        metavar="K",
-        help="number of documents per query; default: %(default)s",
-    )
-    parser.add_argument(
+    add("--split", help="of a BEIR folder: only queries with judgements in this split")
+    output = "file of the run, beside which RUN.trec.json is written; default: %(default)s"
+    add("--output", type=Path, default=Path("run.trec"), metavar="RUN.trec", help=output)
+    top_k = "number of documents per query; default: %(default)s"
+    add("--top_k", type=parse_positive_int, default=100, metavar="K", help=top_k)
+    add(
         "--bm25_weight",
         type=float,
         metavar="WEIGHT",
         help="add the scores of the store's BM25 index with this weight, from 0 to 1; default: 0 "
         "with --queries, and for questions the weight that contaccum fit chose for MODEL",
     )
-    parser.add_argument(
-        "--index_file",
-        type=Path,
-        metavar="PATH",
-        help="memory-map the index in this file; if there is no such file, build and write it",
-    )
-    parser.add_argument(
+    index_file = "memory-map the index in this file; if there is none, build and write it"
+    add("--index_file", type=Path, metavar="PATH", help=index_file)
+    add(
         "--no_recall",
         action="store_true",
-        help="do not measure the recall of an approximate index, which needs an exact search of "
-        "the whole store",
+        help="do not measure the recall of an approximate index, which reads the whole store",
     )
     args = parser.parse(argv)
     if args.queries is not None and args.questions:

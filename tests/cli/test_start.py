@@ -168,6 +168,7 @@ REFUSED = {
     "export ./nothing out": "./nothing",
     "export model beir": "beir",
     "export model out --dtpye float16": "dtype",
+    "export model out --dtype int4": "int4",
 }
 """{command: word in the error}"""
 
