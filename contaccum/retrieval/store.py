@@ -21,7 +21,6 @@ from __future__ import annotations
 
 import shutil
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import suppress
 from functools import cache
 from itertools import islice
 from pathlib import Path
@@ -279,10 +278,8 @@ class StoreWriter:
         identity = {"work": STORE, **identity}
         if overwrite and work.read_identity(self.folder):
             (self.folder / work.RESULT_FILE).unlink(missing_ok=True)
-            derived = [self.folder / PARQUET_FOLDER, self.folder / BM25_FOLDER]
-            for path in [*derived, *self.folder.glob("shard-*/")]:
-                # Another process may remove the same folder at the same time.
-                with suppress(FileNotFoundError):
+            for name in (PARQUET_FOLDER, BM25_FOLDER, "shard-*"):
+                for path in list(self.folder.glob(f"{name}/")):
                     shutil.rmtree(path)
             work.write_identity(self.folder, identity)
         work.require_same_work(self.folder, identity, _REPLACE_REMEDY)

@@ -243,21 +243,6 @@ def test_shards_of_two_corpora_do_not_become_a_store(tmp_path):
         EmbeddingStore.open(folder)
 
 
-def test_two_processes_may_overwrite_the_same_store_at_once(tmp_path, monkeypatch):
-    folder = write_store(tmp_path / "s")
-    remove = shutil.rmtree
-
-    def remove_after_other_process(path: Path, **kwargs: Any) -> None:
-        monkeypatch.setattr(shutil, "rmtree", remove)
-        open_writer(folder, overwrite=True)
-        remove(path, **kwargs)
-
-    monkeypatch.setattr(shutil, "rmtree", remove_after_other_process)
-    writer = open_writer(folder, overwrite=True)
-    assert writer.fill(PASSAGES, StubEncoder())
-    np.testing.assert_array_equal(EmbeddingStore.open(folder)[:], EMBEDDINGS)
-
-
 @pytest.mark.parametrize(
     "passages",
     [
