@@ -24,7 +24,7 @@ from contaccum import work
 from contaccum.data.corpus import Corpus, get_passage_texts
 from contaccum.distributed import world_size
 from contaccum.encoders.settings import Kind
-from contaccum.errors import ConfigError, DataError, is_out_of_memory
+from contaccum.errors import ConfigError, DataError
 from contaccum.files import AnyPath, atomic_file, read_json, write_json
 from contaccum.retrieval.encode import Similarity, encode_texts, get_similarity
 from contaccum.retrieval.exact_search import (
@@ -355,52 +355,44 @@ def search(
         )
     k = min(k, num_documents)
     queries = prepare_vectors(queries, index.metric, "query embedding")
-    if index.faiss_index is not None:
-        scores, rows = _search_faiss_index(index, index.faiss_index, queries, k)
-    else:
+    num_results = k
+    if index.faiss_index is None:
         num_results = min(k + _NUM_EXTRA_RESULTS, num_documents)
-        scores, rows = _search_exactly(index, queries, num_results, show_progress)
+    found = None
+    if index.gpus and len(queries) > 0:
+        try:
+            found = _search_on_gpus(index, queries, num_results)
+        except RuntimeError as error:  # no memory, or a limit of FAISS, such as k above 2,048
+            reason = _get_reason(error)
+            logger.warning(f"index {index.factory!r}: searched on the CPU, not a GPU: {reason}")
+            index.gpus = ()
+            index._on_gpus = None
+    if found is None and index.faiss_index is not None:
+        found = index.faiss_index.search(queries, num_results)
+    elif found is None:
+        found = search_slices(index.corpus, queries, num_results, index.metric, show_progress)
+    scores, rows = found
     scores[rows < 0] = -np.inf
     _order_ties_by_id(index.ids, scores, rows)
     return scores[:, :k], rows[:, :k]
 
 
-def _search_faiss_index(
-    index: DenseIndex, faiss_index: faiss.Index, queries: np.ndarray, k: int
+def _search_on_gpus(
+    index: DenseIndex, queries: np.ndarray, k: int
 ) -> tuple[np.ndarray, np.ndarray]:
-    if index.gpus:
-        try:
-            if index._on_gpus is None:
-                index._on_gpus = _copy_to_gpus(faiss_index, index.gpus)
-            return index._on_gpus.search(queries, k)
-        except RuntimeError as error:  # such as k or nprobe above 2,048, or no memory
-            reason = _get_reason(error)
-            logger.warning(f"index {index.factory!r}: searched on the CPU, not a GPU: {reason}")
-            index.gpus = ()
-            index._on_gpus = None
-    return faiss_index.search(queries, k)
-
-
-def _search_exactly(
-    index: DenseIndex, queries: np.ndarray, k: int, show_progress: bool
-) -> tuple[np.ndarray, np.ndarray]:
-    if index.gpus and len(queries) > 0:
-        if index._on_gpus is None:  # one part for each GPU
-            num_gpus = len(index.gpus)
-            bounds = [len(index.corpus) * number // num_gpus for number in range(num_gpus + 1)]
-            index._on_gpus = [
-                DeviceEmbeddings(index.corpus, gpu, first_row, end_row)
-                for gpu, first_row, end_row in zip(index.gpus, bounds, bounds[1:], strict=False)
-            ]
-        try:
-            return search_on_devices(index._on_gpus, queries, k, index.metric)
-        except Exception as error:
-            if not is_out_of_memory(error):
-                raise
-            index.gpus = ()
-            index._on_gpus = None
-            logger.warning("exact search: the GPU's memory is full, so the CPU searches")
-    return search_slices(index.corpus, queries, k, index.metric, show_progress)
+    """Search on the GPUs of an index, which keep what is copied to them."""
+    if index.faiss_index is not None:
+        if index._on_gpus is None:
+            index._on_gpus = _copy_to_gpus(index.faiss_index, index.gpus)
+        return index._on_gpus.search(queries, k)
+    if index._on_gpus is None:  # one part for each GPU
+        num_gpus = len(index.gpus)
+        bounds = [len(index.corpus) * number // num_gpus for number in range(num_gpus + 1)]
+        index._on_gpus = [
+            DeviceEmbeddings(index.corpus, gpu, first_row, end_row)
+            for gpu, first_row, end_row in zip(index.gpus, bounds, bounds[1:], strict=False)
+        ]
+    return search_on_devices(index._on_gpus, queries, k, index.metric)
 
 
 def _order_ties_by_id(get_ids: GetIds, scores: np.ndarray, rows: np.ndarray) -> None:

@@ -145,7 +145,7 @@ def test_the_cpu_searches_if_the_memory_of_a_gpu_is_full(monkeypatch, caplog):
     _, rows = search(index, documents, 5)
     np.testing.assert_array_equal(rows, expected_rows)
     assert len(index.gpus) == 0
-    assert "memory is full, so the CPU searches" in caplog.text
+    assert "searched on the CPU, not a GPU: CUDA out of memory" in caplog.text
 
 
 @pytest.mark.parametrize(
