@@ -118,18 +118,12 @@ SHARED_OPTIONS: dict[str, dict[str, Any]] = {
         "type": parse_positive_int,
         "default": 32,
         "metavar": "N",
-        "help": (
-            "number of texts per encoder batch; on a CPU at most 8 are used, which is faster; "
-            "default: %(default)s"
-        ),
+        "help": "texts per batch; on a CPU at most 8, which is faster; default: %(default)s",
     },
     "precision": {
         "choices": PRECISIONS,
         "default": "float32",
-        "help": (
-            "floating-point type of the encoder's computation, by autocast; float32: no autocast, "
-            "so the type of the saved weights; default: %(default)s"
-        ),
+        "help": "type of autocast; float32: none, so that of the weights; default: %(default)s",
     },
     "device": {"help": "device of the model, such as cpu or cuda:1"},
     "trust_remote_code": {
