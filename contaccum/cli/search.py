@@ -31,7 +31,6 @@ from contaccum.errors import ConfigError, DataError
 from contaccum.evaluation.results import trec_lines
 from contaccum.files import provenance, require_writable, write_json, write_text
 from contaccum.retrieval import bm25
-from contaccum.retrieval.bm25 import read_bm25_weight
 from contaccum.retrieval.store import BM25_FOLDER, EmbeddingStore
 
 _NUM_SHOWN = 3  # documents of a question
@@ -57,7 +56,7 @@ def _answer(args: argparse.Namespace, store: EmbeddingStore) -> int:
     """
     weight = args.bm25_weight
     if weight is None:
-        weight = read_bm25_weight(Path(args.model))
+        weight = bm25.read_bm25_weight(Path(args.model))
         if weight > 0 and not (store.folder / BM25_FOLDER).exists():
             print_at_once(
                 f"without BM25, to which contaccum fit gave the weight {weight:g}: the store has "

@@ -265,9 +265,10 @@ def add_query_adapter(
 
 
 def untie(model: SentenceTransformer) -> None:
-    """Replace the modules of a tied model by a Router, in place: its document route.
+    """Replace the modules of a tied model by a Router, in place.
 
-    Its query route has a copy of them. Raises `ConfigError` if the model has a Router already.
+    They are its document route, and a copy of them is its query route. Raises `ConfigError` if the
+    model has a Router already.
     """
     if isinstance(model[0], Router):
         raise ConfigError(

@@ -125,9 +125,9 @@ class RetrievalEvaluator(SentenceEvaluator):
         return searcher.search(self.dataset.corpus, self.dataset.queries, max_k, self.similarity)
 
     def search_bm25(self) -> Run:
-        """Find as many documents by BM25; warn if none of them is relevant for any query.
+        """Find as many documents by BM25, none if `documents` have no texts.
 
-        Nothing is found if `documents` have no texts.
+        A warning says so if none of them is relevant for any query.
         """
         from contaccum.retrieval.bm25 import bm25_run
 
