@@ -171,21 +171,13 @@ def write_text(path: AnyPath, text: str | Iterable[str]) -> None:
 
 
 def write_json(path: AnyPath, content: Any) -> None:
-    """Write ``content`` as JSON without credentials, atomically.
-
-    Raises:
-        ValueError: if a number is NaN or infinite, which JSON cannot represent.
-    """
+    """Write ``content``, without NaN and infinity, as JSON without credentials, atomically."""
     text = json.dumps(redact(content), indent=1, allow_nan=False, ensure_ascii=False)
     write_text(path, text + "\n")
 
 
 def read_json(path: AnyPath, expected_type: type = dict) -> Any:
-    """Return the content of a JSON file.
-
-    Raises:
-        DataError: if the file is missing or is not JSON, or its content has another type.
-    """
+    """Return the content of a JSON file; raise `DataError` if it is none, or has another type."""
     try:
         content = json.loads(Path(path).read_text(encoding="utf-8"))
     except (OSError, ValueError) as error:

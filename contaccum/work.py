@@ -85,11 +85,7 @@ def require_same_work(
     identity: Identity,
     remedy: str = "name another output folder, or remove this one",
 ) -> None:
-    """Write the identity of the work in a folder, or check that it is that of an earlier start.
-
-    Raises:
-        ConfigError: if the identity differs; the message names all that does, and the remedy.
-    """
+    """Write the identity of the work in a folder; raise `ConfigError` if another one is there."""
     earlier = read_identity(folder)
     if not earlier:
         write_identity(folder, identity)

@@ -218,8 +218,7 @@ class DualEncoder(SentenceTransformer):
     ) -> Any:
         """Encode passages, (n, d), as ``encode_document`` does. BEIR calls this method.
 
-        Args:
-            corpus: n passages with the key "text" and optionally "title", which is put before it.
+        A passage has the key "text" and optionally "title", which is put before it.
         """
         texts = [passage_text(x.get("title") or "", x.get("text") or "") for x in corpus]
         return self.encode_document(texts, batch_size=batch_size, **kwargs)

@@ -16,13 +16,10 @@ _ORGANISATION = "sentence-transformers"
 
 
 def require_model(name: str) -> None:
-    """Check that a name is a model folder or the name of a model on the hub.
+    """Raise `UserError` for a name that is no model folder if the hub does not answer.
 
     sentence-transformers sends many requests to the hub, and waits for more than a minute if the
     hub cannot be reached. This function sends one request, and waits five seconds.
-
-    Raises:
-        UserError: if there is no such folder, or the hub cannot be reached.
     """
     name = os.path.expanduser(name)
     if os.path.isdir(name):

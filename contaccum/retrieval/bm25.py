@@ -61,12 +61,9 @@ _TOKENS = re.compile(
 
 
 def bm25_run(corpus: Corpus, queries: Mapping[str, str], top_k: int) -> dict[str, dict[str, float]]:
-    """Find the ``top_k`` best documents of every query that share a word with it, by BM25.
+    """Return {query id: {document id: score}}: the ``top_k`` best documents by BM25, best first.
 
-    A document with the query's id is dropped, as BEIR does.
-
-    Returns:
-        {query id: {document id: score}}, best documents first.
+    They share a word with the query. One with the query's id is dropped, as BEIR does.
     """
     document_ids = list(corpus)
     index = build_index(get_passage_texts(corpus))

@@ -106,11 +106,9 @@ class StoreDocuments:
         return rows.tolist()
 
     def match_text_ids(self, ids: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-        """Find all documents whose texts have one of these hashes, int64 (k,).
+        """Find all documents whose texts have one of these hashes, int64 (k,), copies included.
 
-        Returns:
-            Two int64 arrays (f,) with an entry per match: the index in ``ids``, and the row of the
-            document. Several copies of a text give several matches.
+        Two int64 arrays (f,) have an entry per match: the index in ``ids``, and the document's row.
         """
         return self._lookup.find(ids)
 
@@ -129,9 +127,7 @@ class StoreDocuments:
     def find_embeddings(self, texts: Sequence[str]) -> tuple[np.ndarray, np.ndarray]:
         """Return the embeddings of those texts that are documents, as they are stored.
 
-        Returns:
-            Indices in ``texts`` of the f texts that are documents, int64 (f,), and their
-            embeddings, float32 (f, d).
+        They are the indices in ``texts`` of the f texts, int64 (f,), and float32 (f, d).
         """
         indices, rows = self.match_text_ids(text_ids(texts))
         # Of several documents with the same text, the first one is read.

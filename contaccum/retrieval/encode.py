@@ -162,11 +162,7 @@ def encoding_identity(
 
 
 def check_store_fits(model: SentenceTransformer, store: EmbeddingStore) -> None:
-    """Refuse a store that the document tower of this model did not encode.
-
-    Raises:
-        ConfigError: it names what differs: model, similarity, or settings of tokenisation.
-    """
+    """Raise `ConfigError`, with what differs, for a store that another document tower encoded."""
     identity = encoding_identity(model, store.metadata["precision"], store.dtype, store.shard_size)
     work.require_same_work(
         store.folder,
