@@ -25,10 +25,7 @@ class ConfigError(UserError, ValueError):
 
 
 class DataError(UserError, ValueError):
-    """An error in a file or a record.
-
-    The message starts with the file and, where it is known, the line.
-    """
+    """An error in a file or a record. The message starts with the file and the line, if known."""
 
 
 def is_out_of_memory(error: Exception) -> bool:
@@ -42,10 +39,7 @@ def is_out_of_memory(error: Exception) -> bool:
 
 
 def closest(word: object, words: Iterable[str]) -> str:
-    """Return ``"; did you mean 'x'?"`` with the most similar word, for the end of an error message.
-
-    The result is empty if no word is similar.
-    """
+    """Return ``"; did you mean 'x'?"`` with the most similar word; "" if none is similar."""
     matches = difflib.get_close_matches(str(word), list(words), n=1)
     if not matches:
         return ""
@@ -53,12 +47,7 @@ def closest(word: object, words: Iterable[str]) -> str:
 
 
 def check_choice(name: str, value: object, allowed: Iterable[object]) -> None:
-    """Check that a setting has one of the allowed values.
-
-    Raises:
-        ConfigError: if the setting has another value. The message lists the allowed values and
-            suggests the most similar one.
-    """
+    """Raise `ConfigError`, with the most similar allowed value, for a value that is not allowed."""
     allowed_values = tuple(allowed)
     if value in allowed_values:
         return

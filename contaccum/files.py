@@ -17,7 +17,6 @@ import platform
 import re
 import shutil
 import subprocess
-import tempfile
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager, suppress
 from importlib import metadata
@@ -49,24 +48,17 @@ _LIBRARIES = (
 def atomic_file(path: AnyPath) -> Iterator[Path]:
     """Yield a temporary path to write to, and rename it to ``path`` when the block ends.
 
-    If the block raises an error, an earlier file at ``path`` stays unchanged. Temporary files of
-    killed processes are removed, as in `atomic_folder`.
+    If the block raises an error, an earlier file at ``path`` stays unchanged.
 
     Raises:
         UserError: if the folder cannot be written to, or the disk is full.
     """
     path = Path(path)
-    with _prepare_writing(path):
-        _remove_leftovers(path)
-        temporary_folder, lock = _make_locked_folder(path)
-        temporary_path = temporary_folder / path.name
-        try:
-            yield temporary_path
-            flush(temporary_path)
-            os.replace(temporary_path, path)
-        finally:
-            shutil.rmtree(temporary_folder, ignore_errors=True)
-            os.close(lock)
+    with _temporary_folder(path) as folder:
+        temporary_path = folder / path.name
+        yield temporary_path
+        flush(temporary_path)
+        os.replace(temporary_path, path)
 
 
 @contextmanager
@@ -75,42 +67,60 @@ def atomic_folder(path: AnyPath) -> Iterator[Path]:
 
     An earlier folder at ``path`` is replaced, or stays if the block raises an error. Several
     processes may write the same ``path``: if another one has written it since the block began, its
-    folder is kept, and the folder of this process is removed. Before the block begins, temporary
-    folders of killed processes are removed.
+    folder is kept, and the folder of this process is removed.
 
     Raises:
         UserError: if the folder cannot be written to, or the disk is full.
     """
     path = Path(path)
-    with _prepare_writing(path):
-        _remove_leftovers(path)
+    with _temporary_folder(path) as folder:
         inode_before = path.stat().st_ino if path.exists() else None
-        temporary_folder, lock = _make_locked_folder(path)
+        yield folder
+        for file in [*folder.rglob("*"), folder]:
+            flush(file)
+        if inode_before == (path.stat().st_ino if path.exists() else None):
+            _replace_folder(folder, path)
+
+
+@contextmanager
+def _temporary_folder(path: Path) -> Iterator[Path]:
+    """Yield a temporary folder beside ``path``, whose parents are made; remove it after the block.
+
+    First, temporary folders that killed processes have left are removed. A full or read-only disk
+    becomes a `UserError`, also if the block meets it.
+    """
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        _remove_leftovers(path)
+        # The folder is locked before it gets its final name: another process removes unlocked
+        # folders of this name as leftovers. Some file systems have no locks; leftovers are not
+        # removed there.
+        unlocked_folder = path.with_name(f".new-{uuid4().hex}")
+        unlocked_folder.mkdir()
+        lock = os.open(unlocked_folder, os.O_RDONLY)
+        with suppress(OSError):
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        folder = unlocked_folder.rename(path.with_name(f".writing-{path.name}.{uuid4().hex}"))
         try:
-            yield temporary_folder
-            for file in [*temporary_folder.rglob("*"), temporary_folder]:
-                flush(file)
-            if inode_before == (path.stat().st_ino if path.exists() else None):
-                _replace_folder(temporary_folder, path)
+            yield folder
         finally:
-            shutil.rmtree(temporary_folder, ignore_errors=True)
+            shutil.rmtree(folder, ignore_errors=True)
             os.close(lock)
-
-
-def _make_locked_folder(path: Path) -> tuple[Path, int]:
-    """Make a temporary folder beside ``path``; return it and its lock, which the process holds."""
-    # The folder is locked before it gets its final name. Another process removes unlocked folders
-    # of this name as leftovers.
-    unlocked_folder = path.with_name(f".new-{uuid4().hex}")
-    unlocked_folder.mkdir()
-    lock = os.open(unlocked_folder, os.O_RDONLY)
-    # Some file systems have no locks. Leftovers are not removed there, because
-    # _remove_leftovers cannot lock them either.
-    with suppress(OSError):
-        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    temporary_folder = path.with_name(f".writing-{path.name}.{uuid4().hex}")
-    unlocked_folder.rename(temporary_folder)
-    return temporary_folder, lock
+        flush(path.parent)
+    except UserError:
+        raise
+    except Exception as error:
+        reason = describe_failed_write(error)
+        if isinstance(error, (FileExistsError, NotADirectoryError)):
+            reason = error.strerror
+        # Other errors may come from files that the block reads.
+        if reason is None:
+            raise
+        # A temporary folder around ``path`` is shown by the name that it was to get.
+        shown = re.sub(r"\.writing-([^/]+)\.[0-9a-f]{32}", r"\1", str(path))
+        raise UserError(
+            f"{shown}: cannot be written ({reason}); free space, or name another path"
+        ) from error
 
 
 def _remove_leftovers(path: Path) -> None:
@@ -151,11 +161,7 @@ def _replace_folder(temporary_folder: Path, path: Path) -> None:
 
 
 def write_text(path: AnyPath, text: str | Iterable[str]) -> None:
-    """Write a text file in UTF-8, atomically.
-
-    Args:
-        text: the text, or its parts in order.
-    """
+    """Write a text, or its parts in order, as a file in UTF-8, atomically."""
     parts = [text] if isinstance(text, str) else text
     with (
         atomic_file(path) as temporary_path,
@@ -165,21 +171,13 @@ def write_text(path: AnyPath, text: str | Iterable[str]) -> None:
 
 
 def write_json(path: AnyPath, content: Any) -> None:
-    """Write ``content`` as JSON without credentials, atomically.
-
-    Raises:
-        ValueError: if a number is NaN or infinite, which JSON cannot represent.
-    """
+    """Write ``content``, without NaN and infinity, as JSON without credentials, atomically."""
     text = json.dumps(redact(content), indent=1, allow_nan=False, ensure_ascii=False)
     write_text(path, text + "\n")
 
 
 def read_json(path: AnyPath, expected_type: type = dict) -> Any:
-    """Return the content of a JSON file.
-
-    Raises:
-        DataError: if the file is missing or is not JSON, or its content has another type.
-    """
+    """Return the content of a JSON file; raise `DataError` if it is none, or has another type."""
     try:
         content = json.loads(Path(path).read_text(encoding="utf-8"))
     except (OSError, ValueError) as error:
@@ -192,17 +190,14 @@ def read_json(path: AnyPath, expected_type: type = dict) -> Any:
 
 
 def require_writable(path: AnyPath) -> None:
-    """Check that an output file can be written, and make its folder.
+    """Make the folder of an output file; raise `UserError` if the file cannot be written.
 
     Commands call this function before hours of work, so that the result is not lost at the end.
-
-    Raises:
-        UserError: if ``path`` is a folder, or cannot be written.
     """
     path = Path(path)
     if path.is_dir():
         raise UserError(f"{path}: is a folder; name a file")
-    with _prepare_writing(path), tempfile.TemporaryFile(dir=path.parent):
+    with _temporary_folder(path):
         pass
 
 
@@ -235,10 +230,10 @@ _WRITE_MESSAGES = (
 
 
 def describe_failed_write(error: BaseException | None) -> str | None:
-    """Return the reason if an error, or its cause, is a full or read-only disk or no permission.
+    """Return the reason, such as "No space left on device", if that is why a file is not written.
 
-    Returns:
-        The system's description, such as "No space left on device"; None for any other error.
+    A full or read-only disk and a missing permission are reasons, of the error or of its cause. The
+    result is None for any other error.
     """
     while error is not None:
         text = str(error)
@@ -257,35 +252,6 @@ def describe_failed_write(error: BaseException | None) -> str | None:
             return os.strerror(errno.ENOSPC)
         error = error.__cause__ or (None if error.__suppress_context__ else error.__context__)
     return None
-
-
-@contextmanager
-def _prepare_writing(path: Path) -> Iterator[None]:
-    """Make the folder of ``path`` before the block, and flush the folder after it.
-
-    Raises:
-        UserError: if the output cannot be written. The block's own errors count as such errors if
-            `describe_failed_write` knows them.
-    """
-    try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        yield
-        flush(path.parent)
-    except UserError:
-        raise
-    except Exception as error:
-        if isinstance(error, (FileExistsError, NotADirectoryError)):
-            reason = error.strerror
-        else:
-            reason = describe_failed_write(error)
-        # Other errors may come from files that the block reads, so they are raised unchanged.
-        if reason is None:
-            raise
-        # A temporary folder of `atomic_folder` is shown by the name that it was to get.
-        shown = re.sub(r"\.writing-([^/]+)\.[0-9a-f]{32}", r"\1", str(path))
-        raise UserError(
-            f"{shown}: cannot be written ({reason}); free space, or name another path"
-        ) from error
 
 
 def flush(path: Path) -> None:
@@ -308,15 +274,10 @@ class Fingerprint:
         self.add(*values)
 
     def add(self, *values: Any) -> None:
-        """Hash more values.
-
-        Args:
-            values: texts and bytes, which are hashed as they are, or values that JSON can
-                represent.
-        """
+        """Hash texts and bytes as they are, and other values as JSON."""
         for value in values:
             content = value
-            if not isinstance(content, (str, bytes, bytearray, memoryview)):
+            if not isinstance(value, (str, bytes, bytearray, memoryview)):
                 content = json.dumps(value, sort_keys=True, default=str)
             if isinstance(content, str):
                 content = content.encode()
@@ -345,9 +306,6 @@ def hash_path(name: str, left_out: Path | None = None) -> str:
     Args:
         name: the path or name, or a JSON object with a ``path``, as in ``train_data``.
         left_out: a folder whose files do not count.
-
-    Raises:
-        ConfigError: if a file cannot be read.
     """
     if name.lstrip().startswith("{"):
         options = json.loads(name)
@@ -373,23 +331,17 @@ def _hash_file(file: Path, size: int, time_changed: int) -> str:
 
 
 def cache_folder(*parts: str) -> Path:
-    """Return the path of ``parts``, names of folders, below the cache folder of contaccum.
+    """Return the path of ``parts`` in the cache folder of contaccum.
 
-    The cache folder is ``$CONTACCUM_CACHE``, else ``contaccum`` in ``$XDG_CACHE_HOME`` or in
-    ``~/.cache``. ``~`` is expanded in both variables.
+    It is ``$CONTACCUM_CACHE``, else ``contaccum`` in ``$XDG_CACHE_HOME`` or in ``~/.cache``.
     """
-    root = os.environ.get("CONTACCUM_CACHE")
-    if not root:
-        parent = os.environ.get("XDG_CACHE_HOME") or "~/.cache"
-        root = os.path.join(parent, "contaccum")
+    cache = os.environ.get("XDG_CACHE_HOME") or "~/.cache"
+    root = os.environ.get("CONTACCUM_CACHE") or f"{cache}/contaccum"
     return Path(root).expanduser().joinpath(*parts)
 
 
 def package_versions() -> dict[str, str]:
-    """Return {package: version} of Python, contaccum and the libraries that affect results.
-
-    Libraries that are not installed are left out.
-    """
+    """Return {package: version} of Python, contaccum and the installed `_LIBRARIES`."""
     versions = {"python": platform.python_version(), "contaccum": __version__}
     for name in _LIBRARIES:
         with suppress(metadata.PackageNotFoundError):

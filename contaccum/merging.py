@@ -24,12 +24,9 @@ def merge_models(base: DualEncoder, trained: DualEncoder, weight: float) -> Dual
     """Return the model with the tensors (1 - weight) * base + weight * trained.
 
     They are computed in float32 at least, and have the dtype of ``trained``. Integers, prompts,
-    maximum lengths and the tokenizer are those of ``trained``. The models are not changed. A model
-    with an adapter is first copied, and the adapter is merged into the weights of the copy.
-
-    Args:
-        weight: from 0, which returns ``base`` itself, to 1, which returns ``trained`` itself (or
-            its copy without an adapter).
+    maximum lengths and the tokenizer are those of ``trained``. The models are not changed: a model
+    with an adapter is copied, and the adapter merged in the copy. The weight 0 returns ``base``
+    itself, 1 returns ``trained`` itself (or its copy).
 
     Raises:
         ConfigError: if the models have different architectures.

@@ -119,7 +119,7 @@ def make_client(url: str) -> openai.OpenAI:
         import openai
     except ModuleNotFoundError as error:
         raise ConfigError(
-            "questions: the openai client is not installed: pip install 'contaccum[openai]'"
+            "the client of the server is not installed: pip install 'contaccum[openai]'"
         ) from error
     if not url.startswith(("http://", "https://")):
         raise ConfigError(f"{url}: not the URL of a server: write it as http://localhost:8080/v1")

@@ -72,9 +72,7 @@ def refuse_credentials(options: Mapping[str, Any]) -> None:
 def read_endpoint_key() -> str:
     """Return the key of a server from the environment; "" without one.
 
-    Raises:
-        ConfigError: for a key with characters that no key has. The error of an HTTP library would
-            show the key.
+    Raises `ConfigError` for characters that no key has: an HTTP library's error would show the key.
     """
     key = os.environ.get(KEY_VARIABLE, "").strip()
     if not (key.isascii() and key.isprintable()):
@@ -83,7 +81,6 @@ def read_endpoint_key() -> str:
 
 
 def _redact(content: Any, credentials: list[tuple[str, str]]) -> Any:
-    """Return ``content`` without the credentials, and without users and keys in URLs."""
     if isinstance(content, dict):
         items = content.items()
         return {_redact(key, credentials): _redact(value, credentials) for key, value in items}

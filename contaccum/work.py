@@ -66,12 +66,7 @@ def write_identity(folder: Path, identity: Identity) -> None:
 
 
 def list_changes(earlier: Identity, current: Identity) -> list[str]:
-    """Return what differs between two identities: names, with short values.
-
-    Args:
-        earlier: an identity that was read from a file.
-        current: one that is not written yet.
-    """
+    """Return what differs between an identity in a file and a new one: names and short values."""
     as_in_file = json.loads(json.dumps(redact(dict(current)), default=str))
     changes = []
     for name in {**earlier, **as_in_file}:
@@ -90,14 +85,7 @@ def require_same_work(
     identity: Identity,
     remedy: str = "name another output folder, or remove this one",
 ) -> None:
-    """Write the identity of the work in a folder, or check that it is that of an earlier start.
-
-    Args:
-        remedy: what the user can do, for the message.
-
-    Raises:
-        ConfigError: if the identity differs; the message names all that does.
-    """
+    """Write the identity of the work in a folder; raise `ConfigError` if another one is there."""
     earlier = read_identity(folder)
     if not earlier:
         write_identity(folder, identity)
@@ -108,9 +96,7 @@ def require_same_work(
 def require_own_folder(folder: Path, kind: str, allows_files: bool = False) -> None:
     """Raise `ConfigError` for a folder with other work than that of a kind, or with other files.
 
-    Args:
-        kind: the value of "work" in the identity.
-        allows_files: True: files that are not those of some work are allowed.
+    ``kind`` is the value of "work" in the identity. ``allows_files`` allows files of no work.
     """
     found = read_identity(folder).get("work")
     if found == kind:
@@ -148,14 +134,11 @@ def find_result(folder: Path, identity: Identity) -> dict[str, Any] | None:
 
 
 def finish(folder: Path, result: Mapping[str, Any], has_sizes: bool = False) -> dict[str, Any]:
-    """Write the result of the work in a folder, which is finished then.
+    """Write the result of the work in a folder, which is finished then; return it as read.
 
     Args:
         has_sizes: True: all files of the folder reach the disk first, and the result has their
             sizes; see `read_result`.
-
-    Returns:
-        The result as it will be read.
     """
     written = dict(result)
     if has_sizes:
@@ -186,14 +169,10 @@ def lock(folder: Path, command: str) -> Iterator[None]:
     """Hold a lock on a folder in a ``with`` block; make the folder if it does not exist.
 
     The lock ends with the process, also after a kill. A folder that was made for the block is
-    removed if it is empty at the end.
-
-    Args:
-        command: the name of the command in the error message.
+    removed if it is empty at the end. ``command`` is named in the error.
 
     Raises:
-        ConfigError: if another process has the lock.
-        UserError: if the folder cannot be made.
+        UserError: if another process has the lock, or the folder cannot be made.
     """
     is_new = not folder.exists()
     try:
@@ -226,10 +205,7 @@ def begin(folder: Path, identity: Identity, command: str, may_restart: bool) -> 
     Args:
         command: the name of the command in the error if another process works in the folder.
         may_restart: True: a folder with other work of the same kind is emptied. False: it is
-            refused.
-
-    Raises:
-        ConfigError: if the folder has other work, or another process works in it.
+            refused by `ConfigError`.
     """
     with ExitStack() as held:
 
@@ -268,9 +244,6 @@ def once(
         identity: everything that decides the result.
         work: does the work in the folder, and returns its result as a JSON object.
         all_ranks: True if all ranks do the work together. Otherwise the first one does it.
-
-    Raises:
-        UserError: if another process works in the folder, and for the errors of the work.
     """
     result = on_first_rank(find_result, folder, identity)
     if result is not None:
@@ -286,10 +259,7 @@ def once(
 class Budget:
     """The wall time that some work may take in all its starts together.
 
-    Args:
-        seconds: the whole budget.
-        folder: the folder of the work. A file there has the time that was used so far, and that of
-            each stage.
+    A file in the folder of the work has the time that was used so far, and that of each stage.
     """
 
     def __init__(self, seconds: float, folder: Path) -> None:

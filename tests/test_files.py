@@ -107,28 +107,6 @@ def test_folder_is_replaced_completely_or_not_at_all(tmp_path):
     assert [x.name for x in path.rglob("*") if x.is_file()] == ["second"]
 
 
-KILLED_IN_A_FILE = """
-import os, signal, sys
-from contaccum.files import atomic_file
-with atomic_file(sys.argv[1]) as part:
-    part.write_text("half")
-    os.kill(os.getpid(), signal.SIGKILL)
-"""
-
-
-def test_temporary_files_of_killed_processes_are_removed(tmp_path):
-    """That of a running process is not removed."""
-    path = tmp_path / "out.json"
-    killed = [sys.executable, "-c", KILLED_IN_A_FILE, str(path)]
-    assert subprocess.run(killed, timeout=60).returncode == -signal.SIGKILL
-    assert len(os.listdir(tmp_path)) == 1 and not path.exists()
-    with atomic_file(path) as part:
-        part.write_text("ours")
-        write_text(path, "theirs")
-        assert part.read_text() == "ours"
-    assert path.read_text() == "ours" and os.listdir(tmp_path) == ["out.json"]
-
-
 WRITES = """
 import os, signal, sys
 from contaccum.files import atomic_folder
@@ -171,6 +149,10 @@ def test_leftovers_of_killed_processes_are_removed(tmp_path):
         assert part.is_dir()
         (part / "ours").touch()
     assert os.listdir(path) == ["ours"]
+    with atomic_file(path / "ours") as part, atomic_file(path / "ours") as second_part:
+        part.write_text("first")
+        second_part.write_text("second")
+    assert os.listdir(path) == ["ours"] and (path / "ours").read_text() == "first"
 
 
 @pytest.mark.parametrize(

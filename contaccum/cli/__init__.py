@@ -40,11 +40,7 @@ COMMANDS = {
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run ``contaccum ARGV`` and return the exit code.
-
-    Args:
-        argv: the command line without the program's name. None: ``sys.argv``.
-    """
+    """Run ``contaccum ARGV``, by default that of ``sys.argv``, and return the exit code."""
     if argv is None:
         argv = sys.argv[1:]
     if not argv:

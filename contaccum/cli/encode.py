@@ -21,19 +21,15 @@ from contaccum.cli.options import (
     parse_positive_int,
     print_at_once,
 )
-from contaccum.data.corpus import read_texts, require_texts
-from contaccum.data.rows import RecordReport
+from contaccum.data.corpus import require_texts
 from contaccum.encoders.names import require_model
+from contaccum.errors import ConfigError
 from contaccum.retrieval import bm25
 from contaccum.retrieval.store import STORE, STORED, EmbeddingStore, write_parquet
 
 
 def run(argv: Sequence[str]) -> int:
-    """Encode a corpus and return exit code 0.
-
-    Raises:
-        UserError: if the arguments, the corpus, the model or the output folder cannot be used.
-    """
+    """Encode a corpus and return exit code 0."""
     args = _parse_arguments(argv)
     print_at_once(f"encoding {args.corpus} with {args.model}")
     require_model(args.model)
@@ -89,21 +85,14 @@ def run(argv: Sequence[str]) -> int:
         f"{texts_per_second:,.0f} per second; {status}"
     )
     # The rank that finishes the store writes what is derived from it.
-    writers = []
-    if args.format == "parquet":
-        writers.append(write_parquet)
-    if args.bm25:
-        writers.append(bm25.write_index)
-    for write in writers if is_finished else []:
-        report = RecordReport(args.on_bad_record)
-        passages = read_texts(args.corpus, "document", report, args.corpus_columns)
-        folder = write(EmbeddingStore.open(args.output), passages, show_progress)
-        print(f"written: {folder}")
+    if is_finished and args.format == "parquet":
+        print(f"written: {write_parquet(EmbeddingStore.open(args.output), show_progress)}")
+    if is_finished and args.bm25:
+        print(f"written: {bm25.write_index(EmbeddingStore.open(args.output), show_progress)}")
     return 0
 
 
 def _parse_arguments(argv: Sequence[str]) -> argparse.Namespace:
-    """Parse the command line."""
     parser = Parser(
         "encode",
         "Encode a corpus of any size into a memory-mapped store of embeddings.",
@@ -112,52 +101,43 @@ def _parse_arguments(argv: Sequence[str]) -> argparse.Namespace:
         *ENCODING_OPTIONS,
         usage="contaccum encode MODEL --corpus PATH --output FOLDER [OPTIONS]",
     )
-    parser.add_argument("model", metavar="MODEL", help=MODEL_HELP)
-    parser.add_argument(
-        "--corpus",
-        type=Path,
-        required=True,
-        metavar="PATH",
-        help="documents: jsonl, a JSON array or a table (plain or gzip), parquet, or a BEIR folder",
-    )
-    parser.add_argument(
-        "--output", type=Path, required=True, metavar="FOLDER", help="folder of the store"
-    )
-    parser.add_argument(
-        "--dtype",
-        choices=STORED,
-        default="float32",
-        help="type of the stored embeddings; default: %(default)s",
-    )
-    parser.add_argument(
+    add = parser.add_argument
+    add("model", metavar="MODEL", help=MODEL_HELP)
+    documents = "documents: jsonl, a JSON array or a table (plain or gzip), parquet, a BEIR folder"
+    add("--corpus", type=Path, required=True, metavar="PATH", help=documents)
+    add("--output", type=Path, required=True, metavar="FOLDER", help="folder of the store")
+    add("--dtype", choices=STORED, default="float32", help="type in the store; default: float32")
+    add(
         "--format",
         choices=("store", "parquet"),
         default="store",
         help="parquet: also write ids, titles, texts and embeddings of the finished store to "
         "FOLDER/parquet, for DuckDB and vector databases; default: %(default)s",
     )
-    parser.add_argument(
+    add(
         "--bm25",
         action="store_true",
-        help="also write a BM25 index of the finished store to FOLDER/bm25, for contaccum search "
-        "--bm25_weight",
+        help="also write a BM25 index of the finished store to FOLDER/bm25, for contaccum search",
     )
-    parser.add_argument(
+    add(
         "--no_texts",
         action="store_true",
-        help="do not keep titles and texts in the store; contaccum search then shows ids alone",
+        help="keep no titles and texts in the store: contaccum search shows ids alone, and there "
+        "is neither --bm25 nor --format parquet",
     )
-    parser.add_argument(
+    add(
         "--shard_size",
         type=parse_positive_int,
         default=50_000,
         metavar="ROWS",
         help="rows per shard; a killed run loses at most one shard; default: %(default)s",
     )
-    parser.add_argument(
+    add(
         "--overwrite",
         action="store_true",
-        help="replace a store that is already in the folder, also an unfinished one; without this "
-        "option, an unfinished store is continued",
+        help="replace a store in the folder; without this option, an unfinished one is continued",
     )
-    return parser.parse(argv)
+    args = parser.parse(argv)
+    if args.no_texts and (args.bm25 or args.format == "parquet"):
+        raise ConfigError("--no_texts: --bm25 and --format parquet need the texts; leave one out")
+    return args

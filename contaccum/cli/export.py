@@ -12,11 +12,7 @@ from contaccum.files import require_new_folder
 
 
 def run(argv: Sequence[str]) -> int:
-    """Export a model and return exit code 0.
-
-    Raises:
-        UserError: if the model cannot be loaded or exported, or the folder exists.
-    """
+    """Export a model and return exit code 0."""
     args = _parse_arguments(argv)
     print_at_once(f"exporting {args.model} to {args.folder}")
     require_model(args.model)
@@ -41,7 +37,6 @@ def run(argv: Sequence[str]) -> int:
 
 
 def _parse_arguments(argv: Sequence[str]) -> argparse.Namespace:
-    """Parse the command line; see `contaccum export --help`."""
     parser = Parser(
         "export",
         "Write a model as plain SentenceTransformer folders that embedding servers can load, "
@@ -50,12 +45,9 @@ def _parse_arguments(argv: Sequence[str]) -> argparse.Namespace:
         "trust_remote_code",
         usage="contaccum export MODEL OUT [OPTIONS]",
     )
-    parser.add_argument("model", metavar="MODEL", help=MODEL_HELP)
-    parser.add_argument("folder", type=Path, metavar="OUT", help="the new folder")
-    parser.add_argument(
-        "--dtype",
-        choices=("float32", "bfloat16", "float16"),
-        default="float32",
-        help="the dtype of the weights; default: %(default)s",
-    )
+    add = parser.add_argument
+    add("model", metavar="MODEL", help=MODEL_HELP)
+    add("folder", type=Path, metavar="OUT", help="the new folder")
+    dtypes = ("float32", "bfloat16", "float16")
+    add("--dtype", choices=dtypes, default="float32", help="type of the weights; default: float32")
     return parser.parse(argv)

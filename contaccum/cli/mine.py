@@ -17,11 +17,7 @@ from contaccum.files import provenance
 
 
 def run(argv: Sequence[str]) -> int:
-    """Mine hard negatives, write them and a report, and return exit code 0.
-
-    Raises:
-        UserError: if the arguments, the data or the models cannot be used. No file is written.
-    """
+    """Mine hard negatives, write them and a report, and return exit code 0."""
     args = _parse_arguments(argv)
     rules = {rule.name: getattr(args, rule.name) for rule in fields(mining.SelectionRules)}
     mining.SelectionRules(**rules)  # refuses wrong rules before anything is loaded
@@ -55,31 +51,27 @@ def run(argv: Sequence[str]) -> int:
         show_progress=not args.no_progress,
         **rules,
     )
-    record: dict[str, Any] = {
-        "model": {"name": args.model, "fingerprint": None},
-        "tokenisation": None,
-        "cross_encoder": {"name": args.cross_encoder, "fingerprint": None},
-        **provenance(),
-    }
-    if model is not None or cross_encoder is not None:
+    record: dict[str, Any] = {"model": {"name": args.model}, **provenance()}
+    if model is not None:
         from contaccum.retrieval.encode import model_fingerprint, tokenisation_fingerprint
 
         record["model"]["fingerprint"] = model_fingerprint(model)
         record["tokenisation"] = tokenisation_fingerprint(model)
-        record["cross_encoder"]["fingerprint"] = model_fingerprint(cross_encoder)
+    if cross_encoder is not None:
+        from contaccum.retrieval.encode import model_fingerprint
+
+        fingerprint = model_fingerprint(cross_encoder)
+        record["cross_encoder"] = {"name": args.cross_encoder, "fingerprint": fingerprint}
     written_files = mining.write_mined(mined, args.output, record)
-    num_incomplete = mined.record()["queries_with_too_few"]
-    num_queries = data.record["queries"]
     print(
-        f"{num_incomplete} of {num_queries} queries have fewer than {args.num_negatives} mined "
-        "negatives"
+        f"{mined.record()['queries_with_too_few']} of {data.record['queries']} queries have fewer "
+        f"than {args.num_negatives} mined negatives"
     )
     print("written:", *written_files)
     return 0
 
 
 def _parse_arguments(argv: Sequence[str]) -> argparse.Namespace:
-    """Parse the command line, and check that a MODEL is named if it is needed."""
     parser = Parser(
         "mine",
         "Mine hard negatives for training data: passages that score high for a query and are not "
@@ -90,46 +82,22 @@ def _parse_arguments(argv: Sequence[str]) -> argparse.Namespace:
         *ENCODING_OPTIONS,
         usage="contaccum mine [MODEL] --data DATA --output PATH [OPTIONS]",
     )
-    parser.add_argument(
-        "model", nargs="?", metavar="MODEL", help=f"{MODEL_HELP}; leave it out with --method bm25"
-    )
-    parser.add_argument(
-        "--data",
-        required=True,
-        metavar="DATA",
-        help="training data in any format of docs/data.md",
-    )
-    parser.add_argument(
-        "--output",
-        type=Path,
-        required=True,
-        metavar="PATH",
-        help="file of the training data with negatives; a report is written beside it",
-    )
-    parser.add_argument(
-        "--corpus",
-        metavar="PATH",
-        help="mine in these passages (formats: see contaccum encode); default: the data's own",
-    )
+    add = parser.add_argument
+    add("model", nargs="?", metavar="MODEL", help=f"{MODEL_HELP}; none with --method bm25")
+    data = "training data in any format of docs/data.md"
+    add("--data", required=True, metavar="DATA", help=data)
+    output = "file of the training data with negatives; a report is written beside it"
+    add("--output", type=Path, required=True, metavar="PATH", help=output)
+    corpus = "mine in these passages (formats: see contaccum encode); default: the data's own"
+    add("--corpus", metavar="PATH", help=corpus)
     parser.add_data_options()
-    parser.add_argument(
-        "--split",
-        default="train",
-        help="qrels split of a BEIR folder to mine for; default: %(default)s",
-    )
-    parser.add_argument(
-        "--cross_encoder",
-        metavar="MODEL",
-        help="rescore the candidates with this cross-encoder, and write its scores",
-    )
-    parser.add_argument(
-        "--method",
-        choices=("dense", "bm25"),
-        default="dense",
-        help="search with the MODEL or with BM25; default: %(default)s",
-    )
+    add("--split", default="train", help="split of a BEIR folder to mine for; default: train")
+    cross_encoder = "rescore the candidates with this cross-encoder, and write its scores"
+    add("--cross_encoder", metavar="MODEL", help=cross_encoder)
+    method = "search with the MODEL or with BM25; default: dense"
+    add("--method", choices=("dense", "bm25"), default="dense", help=method)
     for rule in fields(mining.SelectionRules):
-        parser.add_argument(f"--{rule.name}", default=rule.default, **rule.metadata)
+        add(f"--{rule.name}", default=rule.default, **rule.metadata)
     args = parser.parse(argv)
     if args.method == "dense" and args.model is None:
         raise ConfigError("--method dense needs a MODEL to encode with: name one")

@@ -22,11 +22,7 @@ _HELP_POSITION = 34
 class Parser(argparse.ArgumentParser):
     """An argument parser that raises `ConfigError` instead of ending the process.
 
-    Args:
-        command: the name of the command, such as "encode".
-        description: one or two sentences for `--help`.
-        shared_options: names of options in `SHARED_OPTIONS` that the command has.
-        usage: the usage line. None: argparse writes it.
+    ``shared_options`` are names in `SHARED_OPTIONS`.
     """
 
     def __init__(
@@ -43,39 +39,20 @@ class Parser(argparse.ArgumentParser):
             self.add_argument(f"--{name}", **SHARED_OPTIONS[name])
 
     def error(self, message: str) -> NoReturn:
-        """Raise `ConfigError` with argparse's message."""
         raise ConfigError(f"{message} (see {self.prog} --help)")
 
     def add_data_options(self) -> None:
         """Add the options that determine how training data are read."""
-        self.add_argument(
-            "--data_format",
-            choices=get_choices("data_format"),
-            help="format of the data; default: detected",
-        )
-        self.add_argument(
-            "--data_columns",
-            nargs="+",
-            metavar="ROLE=NAME",
-            help="column names in the data, such as query=question positive=answer",
-        )
+        data_format = "format of the data; default: detected"
+        self.add_argument("--data_format", choices=get_choices("data_format"), help=data_format)
+        columns = "column names in the data, such as query=question positive=answer"
+        self.add_argument("--data_columns", nargs="+", metavar="ROLE=NAME", help=columns)
 
     def add_held_out_options(self) -> None:
         """Add the sizes of the dev and test sets, and the documents of their queries."""
-        self.add_argument(
-            "--dev",
-            type=float,
-            metavar="SIZE",
-            help="number of dev queries, or their share if below 1; "
-            "default: 0.1, at most 500 queries",
-        )
-        self.add_argument(
-            "--test",
-            type=float,
-            metavar="SIZE",
-            help="number of test queries, or their share if below 1; "
-            "default: 0.2, at most 1,000 queries",
-        )
+        for name, default in (("dev", "0.1, at most 500"), ("test", "0.2, at most 1,000")):
+            size = f"number of {name} queries, or their share if below 1; default: {default}"
+            self.add_argument(f"--{name}", type=float, metavar="SIZE", help=size)
         self.add_argument(
             "--future",
             choices=["known", "new", "both"],
@@ -91,11 +68,6 @@ class Parser(argparse.ArgumentParser):
         return {action.dest for action in self._actions if action.option_strings}
 
     def parse(self, argv: Sequence[str]) -> argparse.Namespace:
-        """Parse a command line.
-
-        Raises:
-            ConfigError: for an unknown option or a value that is not allowed.
-        """
         names = self.option_names
         # Before argparse, which would report a misspelt required option as a missing one.
         options = [word for word in argv if word.startswith("--")]
@@ -116,7 +88,7 @@ def is_first_process() -> bool:
 
 
 def print_at_once(line: str) -> None:
-    """Print a line at once, so that a log file shows the progress of a long run.
+    """Print a line at once, in the first process, so that a log shows the progress of a long run.
 
     Each command prints what it does before it imports torch, which takes up to fifteen seconds.
     """
@@ -125,7 +97,6 @@ def print_at_once(line: str) -> None:
 
 
 def parse_positive_int(text: str) -> int:
-    """Return the value of an option that must be an integer of at least 1."""
     try:
         value = int(text)
     except ValueError as error:
@@ -147,18 +118,12 @@ SHARED_OPTIONS: dict[str, dict[str, Any]] = {
         "type": parse_positive_int,
         "default": 32,
         "metavar": "N",
-        "help": (
-            "number of texts per encoder batch; on a CPU at most 8 are used, which is faster; "
-            "default: %(default)s"
-        ),
+        "help": "texts per batch; on a CPU at most 8, which is faster; default: %(default)s",
     },
     "precision": {
         "choices": PRECISIONS,
         "default": "float32",
-        "help": (
-            "floating-point type of the encoder's computation, by autocast; float32: no autocast, "
-            "so the type of the saved weights; default: %(default)s"
-        ),
+        "help": "type of autocast; float32: none, so that of the weights; default: %(default)s",
     },
     "device": {"help": "device of the model, such as cpu or cuda:1"},
     "trust_remote_code": {
@@ -209,13 +174,7 @@ ENCODING_OPTIONS = (
 
 
 def load_model(name: str, args: argparse.Namespace) -> DualEncoder:
-    """Load a model with the device, maximum lengths and code trust that the command line sets.
-
-    A maximum length for which the command has no option stays as it was saved.
-
-    Raises:
-        UserError: if the device or the model cannot be used.
-    """
+    """Load a model with the device, maximum lengths and code trust that the command line sets."""
     import torch
 
     from contaccum.encoders.dual_encoder import DualEncoder

@@ -24,11 +24,7 @@ _NUM_SHOWN = 3  # questions
 
 
 def run(argv: Sequence[str]) -> int:
-    """Ask for questions, write those to keep, and return exit code 0.
-
-    Raises:
-        UserError: if the arguments, the files or the server cannot be used, or no question is left.
-    """
+    """Ask for questions, write those to keep, and return exit code 0."""
     args = _parse_arguments(argv)
     max_calls, max_seconds = math.inf, math.inf
     if args.budget is not None and args.budget.isdecimal():
@@ -112,7 +108,6 @@ def _parse_request(text: str) -> dict[str, Any]:
 
 
 def _parse_arguments(argv: Sequence[str]) -> argparse.Namespace:
-    """Parse the command line."""
     parser = Parser(
         "questions",
         "Write questions for documents with a language model on a server with OpenAI's interface. "
@@ -124,58 +119,24 @@ def _parse_arguments(argv: Sequence[str]) -> argparse.Namespace:
         "no_progress",
         usage="contaccum questions DOCS --endpoint URL --llm NAME --output PATH [OPTIONS]",
     )
-    key = f"its key is in {questions.KEY_VARIABLE}"
     add = parser.add_argument
     add("documents", type=Path, metavar="DOCS", help="documents, as for contaccum encode")
-    add(
-        "--endpoint",
-        required=True,
-        metavar="URL",
-        help=f"server, such as http://localhost:11434; {key}",
-    )
+    server = f"server, such as http://localhost:11434; its key is in {questions.KEY_VARIABLE}"
+    add("--endpoint", required=True, metavar="URL", help=server)
     add("--llm", required=True, metavar="NAME", help="model of the server")
-    add(
-        "--output",
-        type=Path,
-        required=True,
-        metavar="PATH",
-        help="file of the questions; all answers are in a folder beside it",
-    )
-    add(
-        "--like",
-        type=Path,
-        metavar="DATA",
-        help="your pairs, as examples; default: questions of four kinds",
-    )
+    output = "file of the questions; all answers are in a folder beside it"
+    add("--output", type=Path, required=True, metavar="PATH", help=output)
+    examples = "your pairs, as examples; default: questions of four kinds"
+    add("--like", type=Path, metavar="DATA", help=examples)
     parser.add_data_options()
-    add(
-        "--budget",
-        metavar="TIME|CALLS",
-        help="of all starts, such as 30m or 500; default: all documents",
-    )
-    add(
-        "--top_k",
-        type=parse_positive_int,
-        default=10,
-        metavar="K",
-        help="a document must be among the first K for its question; default: %(default)s",
-    )
-    add(
-        "--model",
-        metavar="MODEL",
-        help="encoder that searches for documents that BM25 does not find",
-    )
-    add(
-        "--concurrency",
-        type=parse_positive_int,
-        default=4,
-        metavar="N",
-        help="calls at the same time; default: %(default)s",
-    )
-    add(
-        "--request",
-        default="{}",
-        metavar="JSON",
-        help=f"changes to the fields of each request, {json.dumps(questions.REQUEST)}",
-    )
+    budget = "of all starts, such as 30m or 500; default: all documents"
+    add("--budget", metavar="TIME|CALLS", help=budget)
+    top_k = "a document must be among the first K for its question; default: %(default)s"
+    add("--top_k", type=parse_positive_int, default=10, metavar="K", help=top_k)
+    model = "encoder that searches for documents that BM25 does not find"
+    add("--model", metavar="MODEL", help=model)
+    calls = "calls at the same time; default: %(default)s"
+    add("--concurrency", type=parse_positive_int, default=4, metavar="N", help=calls)
+    request = f"changes to the fields of each request, {json.dumps(questions.REQUEST)}"
+    add("--request", default="{}", metavar="JSON", help=request)
     return parser.parse(argv)

@@ -31,7 +31,6 @@ from contaccum.errors import ConfigError, DataError
 from contaccum.evaluation.results import trec_lines
 from contaccum.files import provenance, require_writable, write_json, write_text
 from contaccum.retrieval import bm25
-from contaccum.retrieval.bm25 import read_bm25_weight
 from contaccum.retrieval.store import BM25_FOLDER, EmbeddingStore
 
 _NUM_SHOWN = 3  # documents of a question
@@ -39,11 +38,7 @@ _SHOWN_CHARACTERS = 300  # of a document's text
 
 
 def run(argv: Sequence[str]) -> int:
-    """Search a store, show the answers or write the run, and return exit code 0.
-
-    Raises:
-        UserError: if the arguments, the queries, the model, the store or the index cannot be used.
-    """
+    """Search a store, show the answers or write the run, and return exit code 0."""
     args = _parse_arguments(argv)
     searched_for = "" if args.queries is None else f" for {args.queries}"
     print_at_once(f"searching {args.store} with {args.model}{searched_for}")
@@ -61,7 +56,7 @@ def _answer(args: argparse.Namespace, store: EmbeddingStore) -> int:
     """
     weight = args.bm25_weight
     if weight is None:
-        weight = read_bm25_weight(Path(args.model))
+        weight = bm25.read_bm25_weight(Path(args.model))
         if weight > 0 and not (store.folder / BM25_FOLDER).exists():
             print_at_once(
                 f"without BM25, to which contaccum fit gave the weight {weight:g}: the store has "
@@ -109,7 +104,6 @@ def _read_typed_questions() -> Iterator[str]:
 
 
 def _write_run(args: argparse.Namespace, store: EmbeddingStore) -> int:
-    """Search for the queries of a file, and write the run and its record."""
     index_settings = {
         "factory": args.index,
         "metric": args.similarity or store.similarity,
@@ -191,7 +185,6 @@ def _write_run(args: argparse.Namespace, store: EmbeddingStore) -> int:
 
 
 def _parse_arguments(argv: Sequence[str]) -> argparse.Namespace:
-    """Parse the command line."""
     parser = Parser(
         "search",
         "Search a store that contaccum encode wrote, for questions or for a file of queries.",
@@ -203,63 +196,37 @@ def _parse_arguments(argv: Sequence[str]) -> argparse.Namespace:
         *ENCODING_OPTIONS,
         usage="contaccum search MODEL --store FOLDER [QUESTION ... | --queries PATH] [OPTIONS]",
     )
-    parser.add_argument("model", metavar="MODEL", help=MODEL_HELP)
-    parser.add_argument(
-        "--store",
-        type=Path,
-        required=True,
-        metavar="FOLDER",
-        help="store of documents that contaccum encode wrote",
-    )
-    parser.add_argument(
-        "questions",
-        nargs="*",
-        metavar="QUESTION",
-        help="questions whose best three documents are shown; without any, they are typed",
-    )
-    parser.add_argument(
+    add = parser.add_argument
+    add("model", metavar="MODEL", help=MODEL_HELP)
+    store = "store of documents that contaccum encode wrote"
+    add("--store", type=Path, required=True, metavar="FOLDER", help=store)
+    questions = "questions whose best three documents are shown; without any, they are typed"
+    add("questions", nargs="*", metavar="QUESTION", help=questions)
+    add(
         "--queries",
         type=Path,
         metavar="PATH",
         help="write a run for the queries of a file: jsonl, tsv (id, text), DPR's .qa.csv, or a "
         "BEIR folder",
     )
-    parser.add_argument(
-        "--split",
-        help="with a BEIR folder: only the queries with judgements in this split; default: all",
-    )
-    parser.add_argument(
-        "--output",
-        type=Path,
-        default=Path("run.trec"),
-        metavar="RUN.trec",
-        help="file of the run; a record, RUN.trec.json, is written beside it; default: %(default)s",
-    )
-    parser.add_argument(
-        "--top_k",
-        type=parse_positive_int,
-        default=100,
-        metavar="K",
-        help="number of documents per query; default: %(default)s",
-    )
-    parser.add_argument(
+    add("--split", help="of a BEIR folder: only queries with judgements in this split")
+    output = "file of the run, beside which RUN.trec.json is written; default: %(default)s"
+    add("--output", type=Path, default=Path("run.trec"), metavar="RUN.trec", help=output)
+    top_k = "number of documents per query; default: %(default)s"
+    add("--top_k", type=parse_positive_int, default=100, metavar="K", help=top_k)
+    add(
         "--bm25_weight",
         type=float,
         metavar="WEIGHT",
         help="add the scores of the store's BM25 index with this weight, from 0 to 1; default: 0 "
         "with --queries, and for questions the weight that contaccum fit chose for MODEL",
     )
-    parser.add_argument(
-        "--index_file",
-        type=Path,
-        metavar="PATH",
-        help="memory-map the index in this file; if there is no such file, build and write it",
-    )
-    parser.add_argument(
+    index_file = "memory-map the index in this file; if there is none, build and write it"
+    add("--index_file", type=Path, metavar="PATH", help=index_file)
+    add(
         "--no_recall",
         action="store_true",
-        help="do not measure the recall of an approximate index, which needs an exact search of "
-        "the whole store",
+        help="do not measure the recall of an approximate index, which reads the whole store",
     )
     args = parser.parse(argv)
     if args.queries is not None and args.questions:

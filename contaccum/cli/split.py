@@ -14,11 +14,7 @@ from contaccum.data.split import SplitSettings, split_data
 
 
 def run(argv: Sequence[str]) -> int:
-    """Write a split and return exit code 0.
-
-    Raises:
-        UserError: if the arguments or the data cannot be used. Nothing is written then.
-    """
+    """Write a split and return exit code 0."""
     args = _parse_arguments(argv)
     settings = SplitSettings(args.dev, args.test, args.documents, args.seed, args.fold, args.future)
     defaults = {"data_format": args.data_format, "split": args.split, "columns": args.data_columns}
@@ -50,7 +46,6 @@ def run(argv: Sequence[str]) -> int:
 
 
 def _parse_arguments(argv: Sequence[str]) -> argparse.Namespace:
-    """Parse the command line."""
     defaults = SplitSettings()
     parser = Parser(
         "split",
@@ -61,20 +56,13 @@ def _parse_arguments(argv: Sequence[str]) -> argparse.Namespace:
         "no_progress",
         usage="contaccum split DATA DIR [OPTIONS]",
     )
-    parser.add_argument("data", metavar="DATA", help="training data in any format of docs/data.md")
-    parser.add_argument(
-        "output",
-        type=Path,
-        metavar="DIR",
-        help="new folder, in which train.jsonl, corpus.jsonl, dev and test are written",
-    )
-    parser.add_argument(
-        "--corpus",
-        metavar="PATH",
-        help="documents; dev and test are searched in all of them",
-    )
+    add = parser.add_argument
+    add("data", metavar="DATA", help="training data in any format of docs/data.md")
+    output = "new folder, in which train.jsonl, corpus.jsonl, dev and test are written"
+    add("output", type=Path, metavar="DIR", help=output)
+    add("--corpus", metavar="PATH", help="documents; dev and test are searched in all of them")
     parser.add_held_out_options()
-    parser.add_argument(
+    add(
         "--documents",
         type=int,
         default=defaults.documents,
@@ -82,22 +70,12 @@ def _parse_arguments(argv: Sequence[str]) -> argparse.Namespace:
         help="minimum number of documents in each of dev and test, if there is neither --corpus "
         "nor a BEIR folder with its own; default: %(default)s",
     )
-    parser.add_argument(
-        "--seed",
-        type=int,
-        default=defaults.seed,
-        help="random seed of the split; default: %(default)s",
-    )
-    parser.add_argument(
-        "--fold",
-        type=int,
-        default=defaults.fold,
-        metavar="K",
-        help="fold of cross-validation; the test queries of different folds are disjoint; "
-        "default: %(default)s",
-    )
+    seed = "random seed of the split; default: %(default)s"
+    add("--seed", type=int, default=defaults.seed, help=seed)
+    fold = "fold of cross-validation; the test queries of folds are disjoint; default: %(default)s"
+    add("--fold", type=int, default=defaults.fold, metavar="K", help=fold)
     parser.add_data_options()
-    parser.add_argument(
+    add(
         "--split",
         default="train",
         help="split of a BEIR folder or of a Hugging Face data set. A BEIR folder's "

@@ -20,10 +20,7 @@ from contaccum.settings import Settings, add_options, read, replace, require_com
 
 @contextmanager
 def _log_to_stderr() -> Iterator[None]:
-    """Write the log messages of contaccum and of other libraries to standard error.
-
-    Each message is one line without a prefix. The level of contaccum's logger is INFO in the block.
-    """
+    """Write the log messages of contaccum (from INFO on) and of libraries to standard error."""
     root_logger = logging.getLogger()
     logger = logging.getLogger("contaccum")
     previous_level = logger.level
@@ -39,11 +36,7 @@ def _log_to_stderr() -> Iterator[None]:
 
 @_log_to_stderr()
 def run(argv: Sequence[str]) -> int:
-    """Train by ``[CONFIG.yaml ...] [--key value ...]``, save the model, and return exit code 0.
-
-    Raises:
-        UserError: if the options, the data or the model cannot be used.
-    """
+    """Train by ``[CONFIG.yaml ...] [--key value ...]``, save the model, and return exit code 0."""
     if "-h" in argv or "--help" in argv:
         parser = Parser(
             "train",

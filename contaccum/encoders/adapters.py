@@ -99,10 +99,7 @@ def add_adapter(
 
 
 def put_adapter(model: nn.Module, config: Any, name: str | None = None) -> None:
-    """Freeze every backbone of a model, and add an adapter with a config of peft to each.
-
-    Raises `ConfigError` if the model has no backbone, and the errors of peft.
-    """
+    """Freeze every backbone of a model, and add an adapter with a config of peft to each."""
     from peft.functional import cast_adapter_dtype
 
     backbones = get_backbones(model)
@@ -182,7 +179,6 @@ def get_backbones(model: nn.Module) -> list[Any]:
 
 
 def has_adapter(model: nn.Module) -> bool:
-    """Return True if a backbone of the model has an adapter."""
     return any(getattr(backbone, "peft_config", None) for backbone in get_backbones(model))
 
 
@@ -250,9 +246,6 @@ def saving(model: nn.Module, folder: AnyPath) -> Iterator[None]:
 
     After the block, settings are written that sentence-transformers needs to load a model with an
     adapter but does not save: the dtype of the base, and the types of the towers in the Router.
-
-    Raises:
-        ConfigError: if the base of an adapter is a folder that does not hold the base any more.
     """
     folder = Path(folder)
     bases = [Path(config.base_model_name_or_path) for config in _get_adapter_configs(model)]
@@ -322,7 +315,6 @@ class TransformerLoader(Transformer):
     def load(  # type: ignore[override]  # it names only one of Transformer's keyword arguments
         cls, model_name_or_path: str, subfolder: str = "", **kwargs: Any
     ) -> Transformer:
-        """Load a module, as `Transformer.load` does."""
         if subfolder:
             # Transformer would look for the subfolder in the base of an adapter.
             names = ("token", "cache_folder", "revision", "local_files_only")
@@ -361,11 +353,9 @@ A tower with an adapter has the type SentenceTransformer in its folder; see
 def replace_saved_adapter(folder: AnyPath, model: SentenceTransformer) -> None:
     """Save a full model into a folder, in place of a model with adapters.
 
-    The adapters are often the only copy of the trained weights. They are removed only after the
-    full model is completely on the disk. If the process is killed, either the model with adapters
-    is in the folder, or the complete full model is in the subfolder `MERGED_FOLDER`, which is
-    removed at the end. Other files of the folder stay. If the full model cannot be written,
-    `UserError` is raised, and the folder is not changed.
+    The adapters are often the only copy of the trained weights, so they are removed only after the
+    full model is completely on the disk. After a kill, either the model with adapters is in the
+    folder, or the complete full model is in the subfolder `MERGED_FOLDER`.
     """
     folder = Path(folder)
     merged_folder = folder / MERGED_FOLDER

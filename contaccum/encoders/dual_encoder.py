@@ -218,8 +218,7 @@ class DualEncoder(SentenceTransformer):
     ) -> Any:
         """Encode passages, (n, d), as ``encode_document`` does. BEIR calls this method.
 
-        Args:
-            corpus: n passages with the key "text" and optionally "title", which is put before it.
+        A passage has the key "text" and optionally "title", which is put before it.
         """
         texts = [passage_text(x.get("title") or "", x.get("text") or "") for x in corpus]
         return self.encode_document(texts, batch_size=batch_size, **kwargs)
@@ -267,8 +266,8 @@ def add_query_adapter(
 def untie(model: SentenceTransformer) -> None:
     """Replace the modules of a tied model by a Router, in place.
 
-    The Router has the modules as its document route and a copy of them as its query route. Raises
-    `ConfigError` if the model has a Router already.
+    They are its document route, and a copy of them is its query route. Raises `ConfigError` if the
+    model has a Router already.
     """
     if isinstance(model[0], Router):
         raise ConfigError(

@@ -83,7 +83,6 @@ def export_model(
     exported folders are then compared with the model in float32.
 
     Args:
-        model: a SentenceTransformer, tied or with two towers.
         folder: the new folder.
         dtype: dtype of the weights: "float32", "bfloat16" or "float16".
         model_name: name of the model in the record.
@@ -167,11 +166,8 @@ def make_plain_models(model: SentenceTransformer) -> dict[str, SentenceTransform
     """Return the plain models of a model by subfolder; they share its modules.
 
     If the model compares by cosine, its plain models end with a Normalize module, so that an index
-    by inner product ranks as the model does.
-
-    Raises:
-        ConfigError: for a module that embedding servers do not have, or a model that truncates its
-            embeddings.
+    by inner product ranks as the model does. `ConfigError` is raised for a module that servers do
+    not have, or a model that truncates its embeddings.
     """
     num_dimensions = model.truncate_dim
     if num_dimensions is not None:
@@ -215,7 +211,6 @@ def write_plain_model(
     and no ``max_seq_length``. text-embeddings-inference, vLLM, Infinity and llama.cpp's converter
     read the types and keys of earlier versions, which sentence-transformers 6 can still load. If
     they are missing, a server guesses the pooling or the length.
-    Which maximum lengths matter depends on the subfolder.
     """
     plain_model.to(dtype)
     plain_model.save_pretrained(str(folder))

@@ -49,14 +49,11 @@ class TowerGradNorms:
             self._hook = (wrapper or model).register_forward_hook(self._hook_output)
 
     def read(self, scale: float = 1.0) -> dict[str, float]:
-        """Return the norms since the last call, and reset them.
+        """Return the norms since the last call, and reset them. It waits for the device.
 
         Call this method after the backward passes of an update, before the gradients are set to
-        zero. It waits for the device.
-
-        Args:
-            scale: the factor by which a gradient scaler (fp16) has multiplied the loss. The norms
-                are divided by it.
+        zero. The norms are divided by ``scale``, by which a gradient scaler (fp16) has multiplied
+        the loss.
 
         Returns:
             ``grad_norm_query``, ``grad_norm_passage`` and ``grad_norm_ratio``. A tower without

@@ -53,10 +53,6 @@ def loading(name: AnyPath, trust_remote_code: bool = False) -> Iterator[str]:
     The block receives the folder or the name on the hub, with ``~`` expanded. Code in a model's
     folder, and classes that are not part of sentence-transformers, run only with
     ``trust_remote_code``. A pickle that holds more than tensors is never read.
-
-    Raises:
-        UserError: if there is no such model, it cannot be read, or it needs code that is not
-            trusted.
     """
     path = os.path.expanduser(os.fspath(name))
     require_model(path)
@@ -107,8 +103,7 @@ def loading(name: AnyPath, trust_remote_code: bool = False) -> Iterator[str]:
 def is_sentence_transformer(name: str) -> bool:
     """Return whether a folder or a hub name holds a SentenceTransformer, and not a backbone.
 
-    It is also False if the hub cannot be reached. Loading the model then fails with a clearer
-    message.
+    It is also False if the hub cannot be reached: loading the model fails with a clearer message.
     """
     if os.path.isdir(name):
         return is_sentence_transformer_model(name)
@@ -144,8 +139,7 @@ def _iterate_module_types(folder: Path) -> Iterator[tuple[Path, str]]:
 def _is_library_module(type_name: str) -> bool:
     """Return whether a dotted name is a module class that sentence-transformers defines.
 
-    The class is imported and checked. The dotted name alone is not enough, because it could also
-    name an object that a file of sentence-transformers imports from another package.
+    The name could also be that of an object which sentence-transformers imports from elsewhere.
     """
     if not type_name.startswith(_LIBRARY_PREFIX):
         return False
@@ -186,10 +180,7 @@ def load_transformer(
     model_kwargs: dict[str, Any],
     trust_remote_code: bool,
 ) -> Transformer:
-    """Load a backbone with its tokenizer, or make a backbone with fresh weights from a config.
-
-    `DualEncoder.from_backbone` describes the arguments.
-    """
+    """Load a backbone and its tokenizer, as `DualEncoder.from_backbone` describes."""
     trust_options = {"trust_remote_code": trust_remote_code}
     if isinstance(tokenizer, (str, os.PathLike)):
         with loading(tokenizer, trust_remote_code) as path:
@@ -220,11 +211,7 @@ def fit_pooling(
     """Return the pooling of a backbone, and change its tokenizer accordingly.
 
     In a decoder a token attends only to itself and to the tokens before it. So its last token is
-    pooled, and the tokenizer appends EOS, so that every text ends in the same token. The tokenizer
-    gets a pad token if it has none.
-
-    Raises:
-        ConfigError: if the pooling does not work with the backbone or its tokenizer.
+    pooled, and the tokenizer appends EOS, so that every text ends in the same token.
     """
     if tokenizer.pad_token is None:
         # The choice of the token does not matter, because padding is masked.
@@ -272,11 +259,9 @@ def _is_causal(transformer: Transformer) -> bool:
 
 
 def _append_eos(tokenizer: PreTrainedTokenizerBase) -> None:
-    """Change a tokenizer so that it appends EOS to every text.
+    """Change a tokenizer so that it appends EOS, unless it appends a special token already.
 
-    A tokenizer that already appends a special token is not changed. EOS is added by the tokenizer's
-    post-processor, because truncation then leaves room for it, and the post-processor is saved
-    with the tokenizer.
+    The post-processor adds it: truncation then leaves room for it, and it is saved.
     """
     encoding = tokenizer("a", return_special_tokens_mask=True)
     special_tokens_mask = encoding["special_tokens_mask"]

@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib.util
 import os
 import re
+from contextlib import suppress
 from pathlib import Path
 
 from contaccum.defaults import DEFAULT_MODEL
@@ -17,13 +18,10 @@ _ORGANISATION = "sentence-transformers"
 
 
 def require_model(name: str) -> None:
-    """Check that a name is a model folder or the name of a model on the hub.
+    """Raise `UserError` for a name that is no model folder if the hub does not answer.
 
     sentence-transformers sends many requests to the hub, and waits for more than a minute if the
     hub cannot be reached. This function sends one request, and waits five seconds.
-
-    Raises:
-        UserError: if there is no such folder, or the hub cannot be reached.
     """
     name = os.path.expanduser(name)
     if os.path.isdir(name):
@@ -31,16 +29,14 @@ def require_model(name: str) -> None:
     is_path = name.startswith((".", "/")) or name.count("/") > 1
     if is_path or os.path.exists(name):
         raise UserError(f"{name}: no such model folder")
-    from huggingface_hub import HfApi, try_to_load_from_cache
-    from huggingface_hub.errors import RepositoryNotFoundError
+    from huggingface_hub import HfApi, snapshot_download
+    from huggingface_hub.errors import LocalEntryNotFoundError, RepositoryNotFoundError
 
     try:
         for repository in list_repositories(name):
-            # A model with two towers has no config.json, and an adapter has adapter_config.json.
-            for file in ("modules.json", "config.json", "adapter_config.json"):
-                # The result is a path, None, or an object that says that the hub has no such file.
-                if isinstance(try_to_load_from_cache(repository, file), str):
-                    return
+            with suppress(LocalEntryNotFoundError):
+                snapshot_download(repository, local_files_only=True)
+                return  # it is in the cache
         HfApi().model_info(name, timeout=5)
     except RepositoryNotFoundError:
         # sentence-transformers tries further names, and its error message lists them.

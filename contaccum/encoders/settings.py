@@ -31,8 +31,7 @@ _DROPOUT_ATTRIBUTES = ("attention_dropout", "dropout_prob", "dropout_p")
 def get_tower(model: SentenceTransformer, task: str) -> nn.Module:
     """Return the module that encodes the texts of a task, "query" or "document".
 
-    A Router in the model stands for the modules of the task's route. Without a Router, the tower is
-    the whole model.
+    It is the whole model, or its modules with those of the task's route in place of a Router.
     """
     if not any(isinstance(module, Router) for module in model.children()):
         return model
@@ -151,9 +150,7 @@ def configure(
 ) -> None:
     """Apply the settings of these names; None changes nothing.
 
-    Raises:
-        ConfigError: if there is no transformers backbone with word embeddings to freeze, or a
-            backbone does not support the implementation of attention.
+    Raises `ConfigError` if a backbone does not have what is set.
     """
     if dropout is not None:
         for module in model.modules():

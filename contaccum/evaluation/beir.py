@@ -67,9 +67,6 @@ def load_data(
     Args:
         split: split of the judgements; None: the default split of the data set.
         on_bad_record: "stop" or "skip" at a record that cannot be used.
-
-    Raises:
-        DataError: the data cannot be read or are empty.
     """
     split = split or get_default_split(source)
     folder = resolve_beir_data(os.fspath(source), split)
@@ -88,11 +85,8 @@ def evaluate_beir(
     """Encode the corpus and the queries of a data set, search, and score.
 
     Args:
-        model: a SentenceTransformer.
-        dataset: the data set.
         k_values: cut-offs of the metrics. As many documents as the largest are retrieved.
         model_name: name of the model in the record.
-        show_progress: show progress bars.
         embeddings: see `FaissSearcher`.
         settings: index, index_parameters, batch_size and precision of `FaissSearcher`; similarity,
             "cos" or "dot" (the model's own, or cosine, if there is none).
@@ -185,8 +179,7 @@ def score_beir_run(
 ) -> EvaluationResult:
     """Score the run of any system, whose name is in the result, as `score_run` does.
 
-    Raises:
-        DataError: the run has results for none of the judged queries.
+    Raises `DataError` for a run that has results for none of the judged queries.
     """
     max_k = max(k_values)
     judged_run = {query: dict(run[query]) for query in dataset.qrels if query in run}

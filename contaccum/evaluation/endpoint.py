@@ -12,11 +12,8 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 import numpy as np
-import requests
-from requests.adapters import HTTPAdapter
 from sentence_transformers import SentenceTransformer
 from tqdm import trange
-from urllib3.util import Retry
 
 from contaccum.data import BeirDataset
 from contaccum.data.corpus import get_passage_texts
@@ -25,16 +22,10 @@ from contaccum.encoders.settings import Kind, get_prompt, is_tied
 from contaccum.errors import ConfigError, UserError, quoted
 from contaccum.evaluation.beir import evaluate_beir
 from contaccum.evaluation.results import EvaluationResult, markdown_table
-from contaccum.redaction import KEY_VARIABLE, read_endpoint_key, redact
+from contaccum.questions import make_client
+from contaccum.redaction import KEY_VARIABLE, redact
 from contaccum.retrieval.encode import encode_texts
 
-RETRIES = Retry(
-    total=5,
-    backoff_factor=0.5,  # pauses of 0, 1, 2, 4 and 8 seconds
-    status_forcelist=(429, 500, 502, 503, 504),
-    allowed_methods=["POST"],
-)
-_TIMEOUTS = (10, 300)  # seconds of connecting to the server, and of waiting for its answer
 _MAX_COMPARED = 1000  # texts of each kind, evenly spread
 
 
@@ -43,48 +34,31 @@ def embed(
 ) -> np.ndarray:
     """Return a server's embeddings of k texts with their prompts, float32 (k, d).
 
-    Args:
-        url: base URL, or the URL with /v1 or /v1/embeddings at its end.
-        texts: k texts, ``batch_size`` in each request.
-        served_model: name of the model in requests.
-
-    Raises:
-        UserError: the server does not answer, or not with k embeddings.
+    ``url`` is the base URL, or has /v1 or /v1/embeddings at its end. `UserError` is raised if the
+    server does not answer, or not with k embeddings.
     """
-    if not url.startswith(("http://", "https://")):
-        raise ConfigError(f"{url}: not the URL of a server: write it as http://localhost:8080")
-    url = url.rstrip("/").removesuffix("/embeddings").removesuffix("/v1") + "/v1/embeddings"
-    session = requests.Session()
-    session.mount(url, HTTPAdapter(max_retries=RETRIES))
-    session.auth = _add_key
+    client = make_client(url.rstrip("/").removesuffix("/embeddings"))
+    import openai
+
     embeddings = []
     for start in trange(0, len(texts), batch_size, desc="Server", disable=not show_progress):
-        batch = texts[start : start + batch_size]
-        content = {"model": served_model, "input": batch, "encoding_format": "float"}
+        batch = list(texts[start : start + batch_size])
         try:
-            # No redirect is followed, so the key reaches no other server.
-            response = session.post(url, json=content, timeout=_TIMEOUTS, allow_redirects=False)
-            if response.status_code != 200:
-                answer = redact(response.text)  # it may repeat the key
-                raise UserError(
-                    f"{url}: status {response.status_code}, answer {quoted(answer, 200)}: correct "
-                    f"the URL, --served_model or the key in {KEY_VARIABLE}, lower --batch_size, or "
-                    "let the server truncate long texts"
-                )
-            rows = sorted(response.json()["data"], key=lambda row: row["index"])
-            embeddings.append(np.array([row["embedding"] for row in rows], dtype=np.float32))
-        except (requests.RequestException, ValueError, KeyError, TypeError) as error:
-            raise UserError(f"{url}: no answer with embeddings: {error}") from error
+            answer = client.embeddings.create(
+                model=served_model, input=batch, encoding_format="float"
+            )
+            rows = sorted(answer.data, key=lambda row: row.index)
+            embeddings.append(np.array([row.embedding for row in rows], dtype=np.float32))
+        except (openai.APIError, AttributeError, TypeError, ValueError) as error:
+            reason = quoted(redact(str(error.__cause__ or error)), 200)  # it may repeat the key
+            raise UserError(
+                f"{url}: no answer with embeddings: {reason}: correct the URL, --served_model or "
+                f"the key in {KEY_VARIABLE}, lower --batch_size, or let the server truncate long "
+                "texts"
+            ) from error
         if len(embeddings[-1]) != len(batch) or not np.isfinite(embeddings[-1]).all():
             raise UserError(f"{url}: not {len(batch)} finite embeddings (correct the server)")
     return np.concatenate(embeddings)
-
-
-def _add_key(request: requests.PreparedRequest) -> requests.PreparedRequest:
-    """Add the key; with a key in the session's headers, a password in ~/.netrc would replace it."""
-    if key := read_endpoint_key():
-        request.headers["Authorization"] = f"Bearer {key}"
-    return request
 
 
 def evaluate_endpoint(
@@ -103,8 +77,8 @@ def evaluate_endpoint(
     """Evaluate the servers of a model's queries and documents, and compare them with the model.
 
     Args:
-        url: the server; see `embed`.
-        query_url: the server of the queries, if the model has two towers.
+        url, query_url: the server of the documents, and that of the queries if the model has two
+            towers; see `embed`.
         served_model: name of the model in requests; None: ``model_name``.
         batch_size: texts per request, and per forward pass of the model.
         model_name, precision, show_progress, settings: further arguments of `evaluate_beir`.

@@ -111,8 +111,7 @@ class RetrievalEvaluator(SentenceEvaluator):
     def search(self, model: SentenceTransformer, show_progress: bool = False) -> Run:
         """Find the best documents of every query, as many as the largest cut-off, with a model.
 
-        Raises:
-            ConfigError: the store of `documents` was encoded by another model.
+        Raises `ConfigError` if another model encoded the store of `documents`.
         """
         from contaccum.retrieval.search import FaissSearcher
 
@@ -126,9 +125,9 @@ class RetrievalEvaluator(SentenceEvaluator):
         return searcher.search(self.dataset.corpus, self.dataset.queries, max_k, self.similarity)
 
     def search_bm25(self) -> Run:
-        """Find as many documents by BM25; warn if none of them is relevant for any query.
+        """Find as many documents by BM25, none if `documents` have no texts.
 
-        Nothing is found if `documents` have no texts.
+        A warning says so if none of them is relevant for any query.
         """
         from contaccum.retrieval.bm25 import bm25_run
 
@@ -156,10 +155,9 @@ class RetrievalEvaluator(SentenceEvaluator):
     def _get_document_embeddings(
         self, model: SentenceTransformer, documents: StoreDocuments
     ) -> Embeddings:
-        """Return the embeddings of the corpus, float32 (N, d), which a store has.
+        """Return the corpus's embeddings, float32 (N, d), from a store: itself if it is the corpus.
 
-        It is the store itself if its rows are the corpus. Texts that the store lacks are encoded in
-        the first call.
+        Texts that the store lacks are encoded in the first call.
         """
         from contaccum.retrieval.encode import check_store_fits, encode_texts
 
@@ -199,7 +197,6 @@ def sample(
     """Return a part of a data set; the same arguments always return the same part.
 
     Args:
-        dataset: the whole data set.
         queries: number of judged queries to keep: those whose ids have the smallest hashes; None:
             all.
         corpus: number of documents to keep. All relevant documents of the kept queries are among

@@ -62,8 +62,7 @@ def score_run(
         {metric: mean over the judged queries}, and {query id: {metric: value}}.
 
     Raises:
-        ConfigError: a cut-off is below 1.
-        DataError: there are no judgements.
+        UserError: a cut-off is below 1, or there are no judgements.
     """
     import pytrec_eval
 
@@ -139,8 +138,7 @@ def metric_names(k_values: Sequence[int]) -> list[str]:
 def check_metrics(names: Sequence[str] | None) -> tuple[str, ...]:
     """Return metrics, named in any case, as `metric_names` writes them; None: `MAIN_METRICS`.
 
-    Raises:
-        ConfigError: a metric does not exist.
+    Raises `ConfigError` for a metric that does not exist.
     """
     written = {family.lower(): family for family in _METRIC_FAMILIES}
     checked = []
@@ -158,8 +156,7 @@ def get_k_values(names: Iterable[str]) -> tuple[int, ...]:
 def check_metric(name: str) -> str:
     """Return a metric's name as in logs: in lower case and without a trainer's ``eval_``.
 
-    Raises:
-        ConfigError: the metric does not exist.
+    Raises `ConfigError` for a metric that does not exist.
     """
     match = _METRIC_PATTERN.fullmatch(name.lower())
     if match is None:
@@ -277,7 +274,7 @@ def sign_flip_test(
 
 
 def judge(test: Mapping[str, float]) -> str:
-    """Return the word for a result of `sign_flip_test`: "BETTER", "WORSE" or "LEVEL".
+    """Return "BETTER", "WORSE" or "LEVEL" for a result of `sign_flip_test`.
 
     The first two need a p-value of at most 0.05, and `MIN_CHANGED_GROUPS`.
     """
@@ -301,11 +298,7 @@ def describe_difference(
 ) -> str:
     """Return a line such as "nDCG@10 0.607 -> 0.705 on 9 queries (+0.098, 95% ..., p = 0.002)".
 
-    Args:
-        metric: the name of the metric.
-        before, after: the means of both systems.
-        queries: the queries, as the line names them.
-        test: the result of `sign_flip_test`.
+    ``before`` and ``after`` are the means of both systems, ``test`` is from `sign_flip_test`.
     """
     evidence = describe_interval(test)
     if test["changed_groups"] >= MIN_CHANGED_GROUPS:

@@ -129,7 +129,7 @@ def read_result(path: str | os.PathLike[str]) -> dict[str, Any]:
     """Read a record that `write_result` wrote.
 
     Raises:
-        DataError: the file is missing or is not a record of a result, or a score in it is no number
+        DataError: the file is missing or is not such a record, or a score in it is no number
             between 0 and 1.
     """
     record: dict[str, Any] = read_json(path)
@@ -158,12 +158,9 @@ def read_result(path: str | os.PathLike[str]) -> dict[str, Any]:
 def trec_lines(run: Iterable[tuple[str, Mapping[str, float]]], tag: str) -> Iterator[str]:
     """Yield the lines ``query_id Q0 document_id rank score tag`` of a run file.
 
-    The order is trec_eval's (equal scores by id, descending). Scores have nine digits, which
-    represent a float32 exactly. Ids with white space are encoded; see `_encode_id`.
-
-    Args:
-        run: pairs of query id and {document id: score}.
-        tag: name of the system, without white space.
+    The run is in pairs of query id and {document id: score}. The order is trec_eval's (equal scores
+    by id, descending). Scores have nine digits, which represent a float32 exactly. Ids with white
+    space are encoded; see `_encode_id`.
     """
     for query_id, hits in run:
         query_cell = _encode_id(query_id)
@@ -219,16 +216,9 @@ def read_trec_run(path: str | os.PathLike[str], on_bad_record: OnBadRecord = "st
 
 
 def fill_page(page: str, tables: Mapping[str, str]) -> str:
-    """Return a page of the documentation with its tables.
+    """Return a page of the documentation with new tables, {name: Markdown}.
 
     A table stands between the comments ``<!-- table: NAME -->`` and ``<!-- end of table -->``.
-
-    Args:
-        page: the page; what stands between the comments is replaced.
-        tables: {name of a table: its Markdown}.
-
-    Raises:
-        ValueError: the page has no place for a table.
     """
     for name, table in tables.items():
         head, start, rest = page.partition(f"<!-- table: {name} -->\n")
@@ -323,7 +313,6 @@ def sets_table(table: Mapping[str, Any]) -> str:
 
 
 def _mean_metrics(rows: Sequence[Row]) -> dict[str, float]:
-    """Return the mean of every metric over rows, which all have the same weight."""
     return {name: fmean(row["metrics"][name] for row in rows) for name in rows[0]["metrics"]}
 
 
@@ -331,14 +320,11 @@ def _mean_metrics(rows: Sequence[Row]) -> dict[str, float]:
 
 
 def read_previous(path: Path, metric: str) -> dict[str, Scores]:
-    """Read the scores of an earlier result.
+    """Return {fingerprint of a data set: {query id: score}} of an earlier result.
 
     Args:
         path: a record, or a table of several sets, whose records lie beside it.
         metric: name of the metric to read.
-
-    Returns:
-        {fingerprint of a data set: {query id: score}}.
 
     Raises:
         DataError: the file is not a result, or lacks the metric.
@@ -374,9 +360,8 @@ def compare(
     that ``ours`` has the higher score.
 
     Args:
-        metric: name of the metric.
-        ours: {label: {query id: score}} of this evaluation.
-        theirs: {label: {query id: score}} of the earlier result; its sets are compared.
+        ours, theirs: {label: {query id: score}} of this evaluation and of the earlier result, whose
+            sets are compared.
         groups: {label: {query id: its group}}.
 
     Returns:
@@ -410,14 +395,9 @@ def check_requirement(
 ) -> tuple[bool, str]:
     """Return whether a row of `compare` meets a requirement, and a line about it.
 
-    If too few groups have changed to tell, neither requirement is met. But a result that is equal
-    on every query is not worse.
-
-    Args:
-        requirement: "better" demands that this evaluation is significantly better than the earlier
-            result, "not-worse" that it is not significantly worse; see `judge`.
-        metric: the name of the metric that was compared.
-        row: a row of the comparison.
+    "better" demands a significantly better result than the earlier one, "not-worse" one that is not
+    significantly worse; see `judge`. If too few groups have changed to tell, neither is met. But a
+    result that is equal on every query is not worse.
     """
     word = judge(row)
     has_changed = row["wins"] > 0 or row["losses"] > 0

@@ -15,7 +15,7 @@ from contaccum.data.corpus import Corpus, get_passage_texts
 from contaccum.data.rows import passage_text
 from contaccum.errors import DataError
 from contaccum.files import atomic_folder, read_json, write_json
-from contaccum.retrieval.store import BM25_FOLDER, EmbeddingStore, read_shards
+from contaccum.retrieval.store import BM25_FOLDER, EmbeddingStore
 
 if TYPE_CHECKING:
     import bm25s
@@ -61,16 +61,9 @@ _TOKENS = re.compile(
 
 
 def bm25_run(corpus: Corpus, queries: Mapping[str, str], top_k: int) -> dict[str, dict[str, float]]:
-    """Find the ``top_k`` best documents of every query by BM25.
+    """Return {query id: {document id: score}}: the ``top_k`` best documents by BM25, best first.
 
-    A document with the query's id is dropped, as BEIR does, and so are documents that share no word
-    with the query.
-
-    Returns:
-        {query id: {document id: score}}, best documents first.
-
-    Raises:
-        DataError: no document has a word; see `build_index`.
+    They share a word with the query. One with the query's id is dropped, as BEIR does.
     """
     document_ids = list(corpus)
     index = build_index(get_passage_texts(corpus))
@@ -124,13 +117,9 @@ def fuse_runs(
 
 
 def build_index(passages: Iterable[str], show_progress: bool = False) -> bm25s.BM25:
-    """Index n passages for BM25, by bm25s.
+    """Index n passages for BM25 by bm25s: Lucene's variant, with DPR's parameters k1 and b.
 
-    The variant is Lucene's, with DPR's parameters k1 and b. See `split_words` for what a word is.
-    Memory holds the words of all passages.
-
-    Raises:
-        DataError: no passage has a word.
+    Memory holds the words of all passages. Raises `DataError` if no passage has a word.
     """
     import bm25s
 
@@ -148,10 +137,7 @@ def build_index(passages: Iterable[str], show_progress: bool = False) -> bm25s.B
 
 
 def score_queries(index: bm25s.BM25, queries: Iterable[str]) -> Iterator[np.ndarray]:
-    """Yield the scores of all n passages of an index for each query, float32 (n,).
-
-    A passage without any word of the query has a score of 0.
-    """
+    """Yield the scores of all n passages for each query, float32 (n,); 0 without a common word."""
     for query in queries:
         query_words = split_words(query)
         if query_words:
@@ -175,10 +161,8 @@ def search(
     """Find the ``top_k`` best documents of every query that share a word with it.
 
     Args:
-        index: the result of `build_index` or `open_index`.
         get_ids: returns the document ids of some rows of the index, such as `EmbeddingStore.ids`.
         queries: {query id: text}.
-        top_k: number of documents per query.
 
     Returns:
         {query id: {document id: score}}, best documents first.
@@ -190,29 +174,20 @@ def search(
     return run
 
 
-def write_index(
-    store: EmbeddingStore, passages: Iterable[tuple[str, str, str]], show_progress: bool = False
-) -> Path:
-    """Write a BM25 index of the texts of a store to its folder ``bm25``.
+def write_index(store: EmbeddingStore, show_progress: bool = False) -> Path:
+    """Write a BM25 index of the texts of a store to its folder ``bm25``, and return the folder.
 
     Nothing is done if the folder exists: it appears when it is complete.
 
-    Args:
-        store: a finished store.
-        passages: (id, title, text) of each passage, in the order of the store.
-        show_progress: show progress bars.
-
-    Returns:
-        The folder.
-
     Raises:
-        DataError: the passages are not those of the store, or none has a word.
+        DataError: the store holds no texts, or none has a word.
         UserError: the disk is full or cannot be written to.
     """
     folder = store.folder / BM25_FOLDER
     if not folder.exists():
-        shards = read_shards(store, passages)
-        texts = (passage_text(title, text) for shard in shards for _, title, text in shard)
+        shards = map(store.get_passages, range(store.num_shards))
+        rows = (row for shard in shards for row in shard.to_pylist())
+        texts = (passage_text(row["title"], row["text"]) for row in rows)
         index = build_index(texts, show_progress)
         with atomic_folder(folder) as new_folder:
             index.save(new_folder, allow_pickle=False)
@@ -220,11 +195,7 @@ def write_index(
 
 
 def open_index(store: EmbeddingStore) -> bm25s.BM25:
-    """Memory-map the BM25 index of a store. Its rows are those of the store.
-
-    Raises:
-        DataError: the store has none.
-    """
+    """Memory-map the BM25 index of a store, which has its rows; raise `DataError` without one."""
     import bm25s
 
     folder = store.folder / BM25_FOLDER

@@ -23,6 +23,25 @@ from contaccum.retrieval.exact_search import DeviceEmbeddings
 from contaccum.retrieval.store import EmbeddingStore
 
 
+class _Lookup:
+    """Lookup of hashes in an array, int64 (m,), that may have a hash several times."""
+
+    def __init__(self, hashes: np.ndarray) -> None:
+        self._order = np.argsort(hashes, kind="stable")
+        self._sorted = hashes[self._order]
+
+    def find(self, wanted: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+        """Return every match, int64 (f,) each: the index in ``wanted``, and in the array."""
+        first_positions = np.searchsorted(self._sorted, wanted, side="left")
+        counts = np.searchsorted(self._sorted, wanted, side="right") - first_positions
+        indices = np.repeat(np.arange(len(wanted)), counts)
+        # The matches of a hash lie next to each other in the sorted order: its first position plus
+        # 0, 1, 2, ...
+        num_matches_before = np.cumsum(counts) - counts
+        match_numbers = np.arange(len(indices)) - np.repeat(num_matches_before, counts)
+        return indices, self._order[np.repeat(first_positions, counts) + match_numbers]
+
+
 class StoreDocuments:
     """Documents of a store, followed by documents that were appended in memory.
 
@@ -48,8 +67,7 @@ class StoreDocuments:
 
     def _set_text_ids(self, ids: np.ndarray) -> None:
         self._text_ids = ids
-        self._rows_by_text_id = np.argsort(ids, kind="stable")
-        self._sorted_text_ids = ids[self._rows_by_text_id]
+        self._lookup = _Lookup(ids)
 
     def __len__(self) -> int:
         return len(self._text_ids)
@@ -88,21 +106,11 @@ class StoreDocuments:
         return rows.tolist()
 
     def match_text_ids(self, ids: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-        """Find all documents whose texts have one of these hashes, int64 (k,).
+        """Find all documents whose texts have one of these hashes, int64 (k,), copies included.
 
-        Returns:
-            Two int64 arrays (f,) with an entry per match: the index of the hash in ``ids``, and
-            the row of the document. Several copies of a text give several matches.
+        Two int64 arrays (f,) have an entry per match: the index in ``ids``, and the document's row.
         """
-        first_positions = np.searchsorted(self._sorted_text_ids, ids, side="left")
-        counts = np.searchsorted(self._sorted_text_ids, ids, side="right") - first_positions
-        indices = np.repeat(np.arange(len(ids)), counts)
-        # The matches of a hash lie next to each other in the sorted order: its first position plus
-        # 0, 1, 2, ...
-        num_matches_before = np.cumsum(counts) - counts
-        match_numbers = np.arange(len(indices)) - np.repeat(num_matches_before, counts)
-        positions = np.repeat(first_positions, counts) + match_numbers
-        return indices, self._rows_by_text_id[positions]
+        return self._lookup.find(ids)
 
     def contains(self, ids: np.ndarray) -> np.ndarray:
         """Return for each of these hashes, int64 (k,), if a document has the text, bool (k,)."""
@@ -119,9 +127,7 @@ class StoreDocuments:
     def find_embeddings(self, texts: Sequence[str]) -> tuple[np.ndarray, np.ndarray]:
         """Return the embeddings of those texts that are documents, as they are stored.
 
-        Returns:
-            Indices in ``texts`` of the f texts that are documents, int64 (f,), and their
-            embeddings, float32 (f, d).
+        They are the indices in ``texts`` of the f texts, int64 (f,), and float32 (f, d).
         """
         indices, rows = self.match_text_ids(text_ids(texts))
         # Of several documents with the same text, the first one is read.
@@ -175,11 +181,8 @@ class PositiveRows:
         self, documents: StoreDocuments, query_ids: np.ndarray, positive_ids: np.ndarray
     ) -> None:
         self.documents = documents
-        pair_indices, rows = documents.match_text_ids(positive_ids)
-        matched_query_ids = query_ids[pair_indices]
-        order = np.lexsort((rows, matched_query_ids))
-        self._sorted_query_ids = matched_query_ids[order]
-        self._rows = rows[order]
+        pair_indices, self._rows = documents.match_text_ids(positive_ids)
+        self._lookup = _Lookup(query_ids[pair_indices])
 
     def label_batch(self, queries: Sequence[str], positives: Sequence[str]) -> Tensor:
         """Return the rows of each query's known positives, given its positive in this batch.
@@ -191,12 +194,10 @@ class PositiveRows:
         Raises:
             DataError: a positive is not among the documents.
         """
-        query_ids = text_ids(queries)
-        first_positions = np.searchsorted(self._sorted_query_ids, query_ids, side="left")
-        end_positions = np.searchsorted(self._sorted_query_ids, query_ids, side="right")
+        indices, positions = self._lookup.find(text_ids(queries))
         labels = []
-        for first, end, positive_id, positive in zip(
-            first_positions, end_positions, text_ids(positives).tolist(), positives, strict=True
+        for number, (positive, positive_id) in enumerate(
+            zip(positives, text_ids(positives).tolist(), strict=True)
         ):
             copies = self.documents.find_rows(positive_id)
             if not copies:
@@ -204,6 +205,7 @@ class PositiveRows:
                     f"{self.documents.store.folder}: lacks the positive {quoted(positive)} (add it "
                     "to the corpus and encode the corpus again)"
                 )
-            other_positives = {*self._rows[first:end].tolist(), *copies} - {copies[0]}
+            known = self._rows[positions[indices == number]].tolist()
+            other_positives = {*known, *copies} - {copies[0]}
             labels.append(torch.tensor([copies[0], *sorted(other_positives)]))
         return pad_sequence(labels, batch_first=True, padding_value=NO_ROW)

@@ -70,13 +70,9 @@ def encode_texts(
     evaluation.
 
     Args:
-        model: a SentenceTransformer.
-        texts: k texts.
-        kind: "query" or "document".
         batch_size: texts per forward pass; on a CPU, a value above 8 counts as 8.
         precision: "bfloat16" or "float16" for autocast to that type. With "float32" nothing is
             changed: an autocast that a trainer has entered stays in force.
-        show_progress: show a progress bar.
 
     Returns:
         float32 (k, d), not normalised unless the model normalises.
@@ -131,10 +127,7 @@ def encode_texts(
 def get_similarity(model: SentenceTransformer, score_function: str | None = None) -> Similarity:
     """Return the similarity that embeddings are compared by, "cos" or "dot".
 
-    Args:
-        model: its `similarity_fn_name` is used if ``score_function`` is None; cosine if the model
-            has none.
-        score_function: name of a similarity, such as "cos_sim" or "dot".
+    It is ``score_function``, such as "cos_sim"; None: that of the model, or cosine without one.
 
     Raises:
         ConfigError: the similarity is neither cosine nor dot product.
@@ -153,7 +146,6 @@ def encoding_identity(
     the query tower is trained.
 
     Args:
-        model: a SentenceTransformer.
         precision: type of autocast; see `encode_texts`.
         dtype: type of the stored embeddings.
         shard_size: rows per shard.
@@ -170,12 +162,7 @@ def encoding_identity(
 
 
 def check_store_fits(model: SentenceTransformer, store: EmbeddingStore) -> None:
-    """Refuse a store that the document tower of this model did not encode.
-
-    Raises:
-        ConfigError: for another model, similarity, or settings of tokenisation; the message names
-            which.
-    """
+    """Raise `ConfigError`, with what differs, for a store that another document tower encoded."""
     identity = encoding_identity(model, store.metadata["precision"], store.dtype, store.shard_size)
     work.require_same_work(
         store.folder,
@@ -185,17 +172,12 @@ def check_store_fits(model: SentenceTransformer, store: EmbeddingStore) -> None:
     )
 
 
-def model_fingerprint(model: object, kind: Kind | None = None) -> str | None:
-    """Return `hash_tensors` of a model's saved tensors; None for an object that is no torch module.
+def model_fingerprint(model: Any, kind: Kind | None = None) -> str:
+    """Return `hash_tensors` of a model's saved tensors, or of its tower for one kind of texts.
 
-    A model has the same fingerprint after saving and loading, in any file format. With a kind, only
-    the tower of a SentenceTransformer that encodes these texts is hashed.
+    A model has the same fingerprint after saving and loading, in any file format.
     """
-    if not isinstance(model, nn.Module):
-        return None
-    module: nn.Module = model
-    if kind is not None and isinstance(model, SentenceTransformer):
-        module = get_tower(model, kind)
+    module = model if kind is None else get_tower(model, kind)
     return hash_tensors(module.state_dict())
 
 
@@ -210,14 +192,12 @@ def hash_tensors(tensors: Mapping[str, torch.Tensor]) -> str:
     return digest.hexdigest()
 
 
-def tokenisation_fingerprint(model: object, kind: Kind | None = None) -> str | None:
+def tokenisation_fingerprint(model: SentenceTransformer, kind: Kind | None = None) -> str:
     """Return the sha256, in hex, of all settings, beside the weights, that decide embeddings.
 
     These are tokenisers, prompts, maximum lengths, pooling and truncation of embeddings, for one
-    kind of texts or both. The result is None for an object that is no SentenceTransformer.
+    kind of texts or both.
     """
-    if not isinstance(model, SentenceTransformer):
-        return None
     if kind is None:
         query_fingerprint = tokenisation_fingerprint(model, "query")
         document_fingerprint = tokenisation_fingerprint(model, "document")
@@ -247,13 +227,9 @@ def tokenisation_fingerprint(model: object, kind: Kind | None = None) -> str | N
 
 
 class CorpusEncoder:
-    """Encoder of a corpus into the store in a folder.
-
-    Creating the object creates the store, or opens a store that has been written with the same
-    model and settings, in order to continue it.
+    """Encoder of a corpus into a new store, or into one of the same model and settings.
 
     Args:
-        model: a SentenceTransformer.
         model_name: name of the model for the result of the store.
         corpus: file or BEIR folder that `read_texts` reads.
         folder: folder of the store.
@@ -263,8 +239,7 @@ class CorpusEncoder:
         overwrite: remove a store that is in the folder. Of several processes only one may do this,
             before the others create their encoders.
         on_bad_record: "stop" raises an error at the first bad record, "skip" counts it.
-        columns: see `read_passages`.
-        has_passages: see `StoreWriter`.
+        columns, has_passages: see `read_passages` and `StoreWriter`.
 
     Attributes:
         report: counts of the corpus's used and bad records.
@@ -305,10 +280,7 @@ class CorpusEncoder:
         self.writer = StoreWriter(folder, identity, notes, overwrite, has_passages)
 
     def encode(self, rank: int = 0, world_size: int = 1, show_progress: bool = True) -> bool:
-        """Encode the shards that are missing; with several ranks, every ``world_size``-th shard.
-
-        Returns:
-            True if all shards of the store are written.
+        """Encode the missing shards of this rank; return True if the store is finished.
 
         Raises:
             DataError: the corpus cannot be read, or is not the corpus of the store.

@@ -53,15 +53,10 @@ def search_slices(
         corpus: embeddings (N, d) of the documents, of which a slice is in memory as float32.
         queries: the result of `prepare_vectors`, (n, d).
         k: number of documents per query, at most N.
-        metric: "cos" or "dot".
-        show_progress: show a progress bar.
 
     Returns:
         Scores, float32 (n, k), descending, and rows, int64 (n, k). Documents with equal scores are
         in any order.
-
-    Raises:
-        UserError: a vector of the corpus holds NaN or infinity.
     """
     import faiss
     from tqdm.auto import tqdm
@@ -113,13 +108,10 @@ def prepare_vectors(
 ) -> np.ndarray:
     """Return n vectors as contiguous float32 (n, d), L2-normalised if the metric is "cos".
 
-    A zero vector stays zero.
+    A zero vector stays zero. The vectors themselves are not changed.
 
     Args:
-        vectors: (n, d); they are not changed.
-        metric: "cos" or "dot".
-        description: name of a vector in errors, such as "query embedding".
-        first_row: number of the first vector in errors.
+        description, first_row: name and number of the first vector in errors.
         out: array for the normalised copy, at least (n, d).
 
     Raises:
@@ -163,11 +155,8 @@ def search_on_devices(
 ) -> tuple[np.ndarray, np.ndarray]:
     """Find the k best documents of n queries exactly by torch. Each device searches its part.
 
-    `search_slices` describes queries, metric and result.
-
-    Raises:
-        UserError: a vector of the corpus holds NaN or infinity.
-        torch.OutOfMemoryError: a GPU has no memory for the scores of a slice.
+    `search_slices` describes queries, metric and result. A GPU without memory for the scores of a
+    slice raises torch.OutOfMemoryError.
     """
     with torch.inference_mode(), without_tf32():
         for part in parts:
@@ -205,25 +194,17 @@ def _search_part(
 
 
 def _select_best(scores: Tensor, rows: Tensor, k: int) -> tuple[Tensor, Tensor]:
-    """Return the k best of scores (n, m) and their rows, by descending score."""
     best = scores.topk(min(k, scores.shape[1]))
     return best.values, rows.gather(1, best.indices)
 
 
 class DeviceEmbeddings:
-    """Some of N embeddings, read in blocks on a device.
+    """Some of N embeddings, from ``first_row`` to ``end_row``, read in blocks on a device.
 
     On a GPU, the embeddings stay in its memory if it has room. Otherwise their blocks are copied to
     it each time they are read, and the next block is copied while the GPU works on this one. There
-    and on the way to it, they have the number type of the array or the store.
-
-    Args:
-        embeddings: array or store, (N, d). An array must not change.
-        device: the device.
-        first_row, end_row: range of the n rows to read; default: all.
-
-    Attributes:
-        device, first_row: as above.
+    and on the way to it, they have the number type of the array or the store. An array must not
+    change.
     """
 
     def __init__(
@@ -248,10 +229,7 @@ class DeviceEmbeddings:
         self._norms: Tensor | None = None
 
     def norms(self) -> Tensor:
-        """Return the L2 norms of the rows, float32 (n,), on the device.
-
-        The first call reads all embeddings.
-        """
+        """Return the L2 norms of the rows, float32 (n,), on the device. The first call reads."""
         if self._norms is None:
             norms = [torch.empty(0, device=self.device)]
             for _, block in self._read():
@@ -263,8 +241,7 @@ class DeviceEmbeddings:
     def blocks(self, has_scales: bool) -> Iterator[DocumentBlock]:
         """Yield the rows in blocks. On a GPU, a block is valid until the next one is asked for.
 
-        Args:
-            has_scales: add 1 / L2 norm of each row; 0 for a row of zeros.
+        With ``has_scales``, a block has 1 / L2 norm of each row; 0 for a row of zeros.
         """
         norms = self.norms() if has_scales else None
         for first_row, documents in self._read():

@@ -24,7 +24,7 @@ from contaccum import work
 from contaccum.data.corpus import Corpus, get_passage_texts
 from contaccum.distributed import world_size
 from contaccum.encoders.settings import Kind
-from contaccum.errors import ConfigError, DataError, is_out_of_memory
+from contaccum.errors import ConfigError, DataError
 from contaccum.files import AnyPath, atomic_file, read_json, write_json
 from contaccum.retrieval.encode import Similarity, encode_texts, get_similarity
 from contaccum.retrieval.exact_search import (
@@ -63,7 +63,6 @@ class FaissSearcher:
         model: a SentenceTransformer, which stays on its device.
         batch_size, precision: see `encode_texts`.
         index, index_parameters: FAISS factory string and search parameters; see `build_index`.
-        show_progress_bar: show progress bars.
         embeddings: embeddings (n, d) of all queries, or of all documents, in place of the model's.
 
     Attributes:
@@ -105,7 +104,6 @@ class FaissSearcher:
         Args:
             corpus: {document id: {"title": title, "text": text}}.
             queries: {query id: text}.
-            top_k: number of documents per query.
             score_function: "cos_sim" or "dot"; None: the model's own similarity.
             kwargs: further keywords of BEIR; they are ignored.
 
@@ -154,13 +152,10 @@ class DenseIndex:
     Attributes:
         corpus: the embeddings, (N, d).
         ids: function that returns the ids of some rows.
-        factory: FAISS factory string.
-        metric: "cos" or "dot".
-        parameters: FAISS search parameters; None: FAISS's defaults.
+        factory, metric, parameters: see `build_index`.
         faiss_index: the FAISS index; None for "Flat", which searches the embeddings themselves.
         gpus: devices that search with torch, or with copies of the FAISS index; if there are none,
-            FAISS searches on the CPU. What is copied to them stays in their memory as long as the
-            index lives, if it has room.
+            FAISS searches on the CPU. What is copied to them stays there while the index lives.
     """
 
     corpus: Embeddings
@@ -271,11 +266,7 @@ def _find_gpus_of_faiss(index: faiss.Index) -> list[torch.device]:
 
 
 def _copy_to_gpus(index: faiss.Index, gpus: Sequence[torch.device]) -> faiss.Index:
-    """Copy the whole index to each GPU; each then searches with a part of the queries.
-
-    Raises:
-        RuntimeError: no GPU can have such an index, or it has no memory for it.
-    """
+    """Copy the whole index to each GPU, which searches a part of the queries; or RuntimeError."""
     import faiss
 
     options = faiss.GpuMultipleClonerOptions()
@@ -303,7 +294,6 @@ def open_index(
 
     Raises:
         DataError: the file belongs to another store, factory or metric, or FAISS cannot read it.
-        UserError: the file cannot be written.
     """
     import faiss
 
@@ -344,13 +334,7 @@ def open_index(
 def search(
     index: DenseIndex, queries: np.ndarray, k: int, show_progress: bool = False
 ) -> tuple[np.ndarray, np.ndarray]:
-    """Find the k best documents of n queries.
-
-    Args:
-        index: an index of N documents.
-        queries: float32 (n, d).
-        k: number of documents per query.
-        show_progress: show a progress bar of an exact search on the CPU.
+    """Find the k best documents of n queries, float32 (n, d).
 
     Returns:
         Scores, float32 (n, min(k, N)), and rows, int64 (n, min(k, N)), of each query's documents:
@@ -371,52 +355,44 @@ def search(
         )
     k = min(k, num_documents)
     queries = prepare_vectors(queries, index.metric, "query embedding")
-    if index.faiss_index is not None:
-        scores, rows = _search_faiss_index(index, index.faiss_index, queries, k)
-    else:
+    num_results = k
+    if index.faiss_index is None:
         num_results = min(k + _NUM_EXTRA_RESULTS, num_documents)
-        scores, rows = _search_exactly(index, queries, num_results, show_progress)
+    found = None
+    if index.gpus and len(queries) > 0:
+        try:
+            found = _search_on_gpus(index, queries, num_results)
+        except RuntimeError as error:  # no memory, or a limit of FAISS, such as k above 2,048
+            reason = _get_reason(error)
+            logger.warning(f"index {index.factory!r}: searched on the CPU, not a GPU: {reason}")
+            index.gpus = ()
+            index._on_gpus = None
+    if found is None and index.faiss_index is not None:
+        found = index.faiss_index.search(queries, num_results)
+    elif found is None:
+        found = search_slices(index.corpus, queries, num_results, index.metric, show_progress)
+    scores, rows = found
     scores[rows < 0] = -np.inf
     _order_ties_by_id(index.ids, scores, rows)
     return scores[:, :k], rows[:, :k]
 
 
-def _search_faiss_index(
-    index: DenseIndex, faiss_index: faiss.Index, queries: np.ndarray, k: int
+def _search_on_gpus(
+    index: DenseIndex, queries: np.ndarray, k: int
 ) -> tuple[np.ndarray, np.ndarray]:
-    if index.gpus:
-        try:
-            if index._on_gpus is None:
-                index._on_gpus = _copy_to_gpus(faiss_index, index.gpus)
-            return index._on_gpus.search(queries, k)
-        except RuntimeError as error:  # such as k or nprobe above 2,048, or no memory
-            reason = _get_reason(error)
-            logger.warning(f"index {index.factory!r}: searched on the CPU, not a GPU: {reason}")
-            index.gpus = ()
-            index._on_gpus = None
-    return faiss_index.search(queries, k)
-
-
-def _search_exactly(
-    index: DenseIndex, queries: np.ndarray, k: int, show_progress: bool
-) -> tuple[np.ndarray, np.ndarray]:
-    if index.gpus and len(queries) > 0:
-        if index._on_gpus is None:  # one part for each GPU
-            num_gpus = len(index.gpus)
-            bounds = [len(index.corpus) * number // num_gpus for number in range(num_gpus + 1)]
-            index._on_gpus = [
-                DeviceEmbeddings(index.corpus, gpu, first_row, end_row)
-                for gpu, first_row, end_row in zip(index.gpus, bounds, bounds[1:], strict=False)
-            ]
-        try:
-            return search_on_devices(index._on_gpus, queries, k, index.metric)
-        except Exception as error:
-            if not is_out_of_memory(error):
-                raise
-            index.gpus = ()
-            index._on_gpus = None
-            logger.warning("exact search: the GPU's memory is full, so the CPU searches")
-    return search_slices(index.corpus, queries, k, index.metric, show_progress)
+    """Search on the GPUs of an index, which keep what is copied to them."""
+    if index.faiss_index is not None:
+        if index._on_gpus is None:
+            index._on_gpus = _copy_to_gpus(index.faiss_index, index.gpus)
+        return index._on_gpus.search(queries, k)
+    if index._on_gpus is None:  # one part for each GPU
+        num_gpus = len(index.gpus)
+        bounds = [len(index.corpus) * number // num_gpus for number in range(num_gpus + 1)]
+        index._on_gpus = [
+            DeviceEmbeddings(index.corpus, gpu, first_row, end_row)
+            for gpu, first_row, end_row in zip(index.gpus, bounds, bounds[1:], strict=False)
+        ]
+    return search_on_devices(index._on_gpus, queries, k, index.metric)
 
 
 def _order_ties_by_id(get_ids: GetIds, scores: np.ndarray, rows: np.ndarray) -> None:
@@ -449,14 +425,12 @@ def list_hits(
 def recall_against_exact(
     index: DenseIndex, queries: np.ndarray, rows: np.ndarray, show_progress: bool = False
 ) -> dict[str, float] | None:
-    """Compute the share of the exact results that an approximate index found.
+    """Return the share of the exact results that an approximate index found.
 
     Args:
-        index: the index that was searched.
-        queries: float32 (n, d), all queries. At most 100 of them, evenly spread, are searched for
-            again, exactly, which reads the whole corpus.
+        queries: float32 (n, d). At most 100 of them, evenly spread, are searched for again,
+            exactly, which reads the whole corpus.
         rows: (n, k), the rows that `search` returned for them.
-        show_progress: show a progress bar.
 
     Returns:
         {"queries": number of compared queries, "recall@k": share}; None for an exact index or no
@@ -481,15 +455,15 @@ def check_factory(
     metric: Similarity = "cos",
     parameters: str | None = None,
 ) -> tuple[faiss.Index, str | None]:
-    """Check the settings of an index of n embeddings, before hours of encoding.
+    """Return an empty FAISS index for n embeddings, and its search parameters.
 
-    Returns:
-        An empty FAISS index, and its search parameters.
+    Commands call it before hours of encoding. Only `build_index` finds that n is too small to train
+    other parts than inverted lists, such as codes.
 
     Raises:
         ConfigError: FAISS does not accept the factory or the parameters, the factory does not
             work with that dimension or inner products, or n is smaller than the number of inverted
-            lists. Only `build_index` finds that n is too small to train other parts, such as codes.
+            lists.
     """
     import faiss
 

@@ -21,7 +21,6 @@ from __future__ import annotations
 
 import shutil
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import suppress
 from functools import cache
 from itertools import islice
 from pathlib import Path
@@ -64,8 +63,7 @@ _CONTINUE_REMEDY = "run the same contaccum encode again, without --overwrite, to
 class EmbeddingStore:
     """A finished store of embeddings (N, d). Rows are numbered through all shards.
 
-    Create it with `open`. ``store[10:20]`` and ``store[[7, 3]]`` are float32 copies; memory holds
-    these rows alone.
+    ``store[10:20]`` and ``store[[7, 3]]`` are float32 copies; memory holds these rows alone.
 
     Attributes:
         folder: the path of the store's folder.
@@ -75,6 +73,7 @@ class EmbeddingStore:
         similarity: "cos" or "dot", the similarity function of the model.
         shard_size: number of rows in a shard; the last shard may have fewer.
         num_shards: number of shards.
+        get_embeddings: function that maps the embeddings (n, d) of the shard of a number.
     """
 
     def __init__(self, folder: Path, metadata: dict[str, Any]) -> None:
@@ -85,17 +84,14 @@ class EmbeddingStore:
         self.dtype: str = metadata["dtype"]
         self.shard_size: int = metadata["shard_size"]
         self.num_shards = -(-len(self) // self.shard_size)  # rounded up
-        self._get_embeddings = cache(self._map_embeddings)
-        self._get_ids = cache(self._map_ids)
-        self._get_passages = cache(self._map_passages)
+        self.get_embeddings = cache(self._map_embeddings)
+        self._get_table = cache(self._map_table)
 
     @classmethod
     def open(cls, folder: files.AnyPath) -> EmbeddingStore:
         """Open the store in a folder.
 
-        Raises:
-            DataError: the folder holds no store of this version, the store is not finished, or a
-                shard is missing, cut off, or of another store.
+        Raises `DataError` for none, for one that is not finished, and for a damaged one.
         """
         folder = Path(folder).expanduser()
         identity = work.read_identity(folder)
@@ -128,24 +124,22 @@ class EmbeddingStore:
     def __getitem__(self, rows: slice | Sequence[int] | np.ndarray) -> np.ndarray:
         """Return the embeddings of n rows, in the order of the request, as float32 (n, d).
 
-        Rows are a slice, or a list or one-dimensional array of integers, in which a negative number
-        is an error. Ascending rows are read fastest.
-
-        Raises:
-            IndexError: a row does not exist, or the rows are a mask of booleans.
+        Rows are a slice, or a list or array of integers from 0; ascending ones are read fastest.
+        Others raise IndexError.
         """
         if isinstance(rows, slice):
             rows = np.arange(*rows.indices(len(self)))
         embeddings = np.empty((len(rows), self.shape[1]), dtype=np.float32)
         for shard_number, positions, rows_in_shard in self._group_by_shard(rows):
-            embeddings[positions] = self._get_embeddings(shard_number)[rows_in_shard]
+            embeddings[positions] = self.get_embeddings(shard_number)[rows_in_shard]
         return embeddings
 
     def ids(self, rows: Sequence[int] | np.ndarray) -> list[str]:
-        """Return the ids of some rows, a list or array as in `__getitem__`, in their order."""
+        """Return the ids of a list or array of rows, in their order."""
         ids = np.empty(len(rows), dtype=object)
         for shard_number, positions, rows_in_shard in self._group_by_shard(rows):
-            ids[positions] = self._get_ids(shard_number).take(rows_in_shard).to_pylist()
+            shard_ids = self._get_table(shard_number, IDS_FILE)["id"]
+            ids[positions] = shard_ids.take(rows_in_shard).to_pylist()
         return ids.tolist()
 
     @property
@@ -153,21 +147,31 @@ class EmbeddingStore:
         """Whether the store holds titles and texts."""
         return bool(self.metadata.get("passages"))
 
+    def get_passages(self, shard_number: int) -> pa.Table:
+        """Return the columns ``id``, ``title`` and ``text`` of a shard, memory-mapped.
+
+        Raises `DataError` if the store holds no texts.
+        """
+        if not self.has_passages:
+            raise DataError(
+                f"{self.folder}: has no texts (encode with --overwrite and without --no_texts)"
+            )
+        ids = self._get_table(shard_number, IDS_FILE)
+        return self._get_table(shard_number, PASSAGES_FILE).add_column(0, "id", ids["id"])
+
     def read_passages(self, ids: Iterable[str]) -> dict[str, tuple[str, str]]:
         """Return {id: (title, text)} of some passages; the store must hold them."""
         import pyarrow as pa
         import pyarrow.compute as pc
 
         wanted = pa.array(list(ids), pa.string())
-        passages: dict[str, tuple[str, str]] = {}
+        found: dict[str, tuple[str, str]] = {}
         for shard_number in range(self.num_shards):
-            shard_ids = self._get_ids(shard_number)
-            rows = pc.indices_nonzero(pc.is_in(shard_ids, value_set=wanted))
-            if len(rows) > 0:
-                found = self._get_passages(shard_number).take(rows)
-                values = zip(found["title"].to_pylist(), found["text"].to_pylist(), strict=True)
-                passages.update(zip(shard_ids.take(rows).to_pylist(), values, strict=True))
-        return passages
+            passages = self.get_passages(shard_number)
+            rows = pc.indices_nonzero(pc.is_in(passages["id"], value_set=wanted))
+            for passage in passages.take(rows).to_pylist():
+                found[passage["id"]] = (passage["title"], passage["text"])
+        return found
 
     def text_ids(self) -> np.ndarray:
         """Return the hashes of all texts, int64 (N,); see `contaccum.data.sampling.text_ids`."""
@@ -175,16 +179,12 @@ class EmbeddingStore:
         return np.concatenate([self._map_array(shard, TEXTS_FILE, (), "int64") for shard in shards])
 
     def blocks(self, size: int) -> Iterator[tuple[int, np.ndarray]]:
-        """Yield all embeddings in consecutive blocks of at most ``size`` rows.
+        """Yield first row and embeddings (n, d), in the store's type, of blocks of ``size`` rows.
 
-        A block never crosses the border of a shard. It is a view of the mapped file, and must not
-        be changed.
-
-        Yields:
-            The number of the block's first row, and its embeddings, (n, d), in the store's type.
+        A block ends with its shard. It is a view of the mapped file, and must not be changed.
         """
         for shard_number in range(self.num_shards):
-            embeddings = self._get_embeddings(shard_number)
+            embeddings = self.get_embeddings(shard_number)
             shard_start = shard_number * self.shard_size
             for first in range(0, len(embeddings), size):
                 yield shard_start + first, embeddings[first : first + size]
@@ -192,18 +192,13 @@ class EmbeddingStore:
     def _group_by_shard(
         self, rows: Sequence[int] | np.ndarray
     ) -> Iterator[tuple[int, np.ndarray, np.ndarray]]:
-        """Yield each shard that holds some of n requested rows.
-
-        Yields:
-            The shard's number, the positions of its r rows in the request, int64 (r,), and these
-            rows, counted from the start of the shard, int64 (r,).
-        """
+        """Yield number, positions in the request, and rows from its start on, of each shard."""
         row_numbers = np.asarray(rows)
         if len(row_numbers) == 0:
             return
         # numpy would take a mask of booleans as the rows 0 and 1.
-        is_list_of_integers = row_numbers.ndim == 1 and row_numbers.dtype.kind in "iu"
-        if not is_list_of_integers or row_numbers.min() < 0 or row_numbers.max() >= len(self):
+        is_list = row_numbers.ndim == 1 and row_numbers.dtype.kind in "iu"
+        if not is_list or row_numbers.min() < 0 or row_numbers.max() >= len(self):
             raise IndexError(
                 f"{self.folder}: rows must be a list of integers from 0 to {len(self) - 1}"
             )
@@ -214,14 +209,11 @@ class EmbeddingStore:
             yield shard_number, positions, row_numbers[positions] - shard_number * self.shard_size
 
     def _map_embeddings(self, shard_number: int) -> np.ndarray:
-        """Map the embeddings of a shard, (n, d), for as long as the store lives.
-
-        Mapping it anew for each pass over the store would take a fifth of the pass. Many systems
-        allow a process 1,024 open files or fewer; numpy keeps the file of a map open, torch does
-        not.
-        """
         import torch
 
+        # The map lives as long as the store: mapping anew for each pass over it would take a fifth
+        # of the pass. Many systems allow a process 1,024 open files or fewer; numpy keeps the file
+        # of a map open, torch does not.
         array = self._map_array(shard_number, EMBEDDINGS_FILE, self.shape[1:], self.dtype)
         start = array.offset // array.itemsize  # after the header of the file
         dtype = getattr(torch, self.dtype)
@@ -243,13 +235,6 @@ class EmbeddingStore:
             )
         return array
 
-    def _map_ids(self, shard_number: int) -> pa.StringArray:
-        ids: pa.StringArray = self._map_table(shard_number, IDS_FILE)["id"].chunk(0)
-        return ids
-
-    def _map_passages(self, shard_number: int) -> pa.Table:
-        return self._map_table(shard_number, PASSAGES_FILE)
-
     def _map_table(self, shard_number: int, name: str) -> pa.Table:
         import pyarrow as pa
 
@@ -269,17 +254,15 @@ class StoreWriter:
     """Writer of a store, shard by shard. Several processes may write shards of the same folder.
 
     Args:
-        folder: path of the folder. A store that is there is continued if its identity is
-            the same.
+        folder: a new folder, or that of a store of the same identity, which is continued.
         identity: the settings that decide the embeddings, as JSON values; see
             `contaccum.retrieval.encode.encoding_identity`.
         notes: further entries for the result.
         overwrite: remove a store that is in the folder.
-        has_passages: whether the store holds titles and texts, for `EmbeddingStore.read_passages`.
+        has_passages: True: the store holds titles and texts, for `EmbeddingStore.get_passages`.
 
     Raises:
-        UserError: the folder holds a store of another identity or something else, or it cannot be
-            written to.
+        UserError: the folder holds other work or files, or it cannot be written to.
     """
 
     def __init__(
@@ -295,10 +278,8 @@ class StoreWriter:
         identity = {"work": STORE, **identity}
         if overwrite and work.read_identity(self.folder):
             (self.folder / work.RESULT_FILE).unlink(missing_ok=True)
-            derived = [self.folder / PARQUET_FOLDER, self.folder / BM25_FOLDER]
-            for path in [*derived, *self.folder.glob("shard-*/")]:
-                # Another process may remove the same folder at the same time.
-                with suppress(FileNotFoundError):
+            for name in (PARQUET_FOLDER, BM25_FOLDER, "shard-*"):
+                for path in list(self.folder.glob(f"{name}/")):
                     shutil.rmtree(path)
             work.write_identity(self.folder, identity)
         work.require_same_work(self.folder, identity, _REPLACE_REMEDY)
@@ -321,9 +302,7 @@ class StoreWriter:
         Args:
             passages: (id, title, text) of each passage of the corpus; ids are distinct.
             encode: function that returns the embeddings of n texts, float32 (n, d).
-            rank: number of this process; it encodes the shards whose number modulo
-                ``world_size`` is ``rank``.
-            world_size: number of processes that share the shards.
+            rank, world_size: this process encodes every ``world_size``-th shard, from ``rank`` on.
 
         Returns:
             True if the store is finished.
@@ -415,53 +394,16 @@ def get_shard_name(shard_number: int) -> str:
     return f"shard-{shard_number:05d}"
 
 
-def read_shards(
-    store: EmbeddingStore, passages: Iterable[tuple[str, str, str]]
-) -> Iterator[list[tuple[str, str, str]]]:
-    """Yield the passages of each shard of a store.
-
-    Args:
-        store: a finished store.
-        passages: the passages, in the order of the store.
-
-    Raises:
-        DataError: the passages are not those of the store.
-    """
-    remaining = iter(passages)
-    corpus = files.Fingerprint()  # of all passages up to the current shard
-    for shard_number in range(store.num_shards):
-        shard_passages = list(islice(remaining, store.shard_size))
-        for passage in shard_passages:
-            corpus.add(*passage)
-        shard = work.read_result(store.folder / get_shard_name(shard_number))
-        if shard is None or corpus.hex() != shard["fingerprint"]:
-            raise DataError(
-                f"{store.folder}: holds embeddings of another corpus: the passages from row "
-                f"{shard_number * store.shard_size:,} on differ (name the corpus that was encoded)"
-            )
-        yield shard_passages
-
-
-def write_parquet(
-    store: EmbeddingStore, passages: Iterable[tuple[str, str, str]], show_progress: bool = False
-) -> Path:
-    """Write ids, titles, texts and embeddings of a store to its folder ``parquet``.
+def write_parquet(store: EmbeddingStore, show_progress: bool = False) -> Path:
+    """Write ids, titles, texts and embeddings of a store to its folder ``parquet``; return that.
 
     Each shard becomes a file, with its rows in the order of the store and the columns ``id``,
     ``title`` and ``text`` (strings) and ``embedding`` (fixed_size_list<float32 or float16, d>: the
     values of the store). Memory holds one shard. Nothing is done if the folder exists: it appears
     when all files are complete.
 
-    Args:
-        store: a finished store.
-        passages: (id, title, text) of each passage, in the order of the store.
-        show_progress: show a progress bar over the shards.
-
-    Returns:
-        The folder.
-
     Raises:
-        DataError: the passages are not those of the store.
+        DataError: the store holds no texts.
         UserError: the disk is full or cannot be written to.
     """
     import pyarrow as pa
@@ -472,25 +414,12 @@ def write_parquet(
     if folder.exists():
         return folder
     embedding_type = pa.list_(pa.from_numpy_dtype(store.dtype), store.shape[1])
-    shards = enumerate(read_shards(store, passages))
     with files.atomic_folder(folder) as new_folder:
-        for shard_number, shard_passages in tqdm(
-            shards, "Parquet", store.num_shards, disable=not show_progress
-        ):
-            first_row = shard_number * store.shard_size
-            # A store returns float32. Values that were float16 are converted back without a loss.
-            embeddings = store[first_row : first_row + store.shard_size].astype(store.dtype)
-            ids, titles, texts = zip(*shard_passages, strict=True)
-            columns = {
-                "id": pa.array(ids, pa.string()),
-                "title": pa.array(titles, pa.string()),
-                "text": pa.array(texts, pa.string()),
-                "embedding": pa.FixedSizeListArray.from_arrays(
-                    pa.array(embeddings.reshape(-1)), type=embedding_type
-                ),
-            }
+        for shard_number in tqdm(range(store.num_shards), "Parquet", disable=not show_progress):
+            embeddings = pa.array(store.get_embeddings(shard_number).reshape(-1))
+            column = pa.FixedSizeListArray.from_arrays(embeddings, type=embedding_type)
             pq.write_table(
-                pa.table(columns),
+                store.get_passages(shard_number).append_column("embedding", column),
                 new_folder / f"{get_shard_name(shard_number)}.parquet",
                 row_group_size=_ROWS_PER_GROUP,
                 # A dictionary of repeated values would only cost time: embeddings hardly repeat.

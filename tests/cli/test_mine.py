@@ -47,7 +47,7 @@ def test_bm25_mines_without_a_model(tmp_path):
     assert mine("--data", data, "--output", output, *arguments) == 0
     record = json.loads(Path(f"{output}.report.json").read_text())
     assert record["settings"]["method"] == "bm25"
-    assert record["model"]["fingerprint"] is None
+    assert record["model"] == {"name": None}
     assert len(output.read_text().splitlines()) == 15
 
 

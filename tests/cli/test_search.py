@@ -82,12 +82,6 @@ def test_run_has_the_largest_products_of_all_embeddings(root, tmp_path):
     assert record["queries"]["count"] == 12
 
 
-def test_record_does_not_replace_the_record_of_a_training_run(root, tmp_path):
-    (tmp_path / "run.json").write_text("of a training run")
-    assert run(root, tmp_path / "run.trec") == 0
-    assert (tmp_path / "run.json").read_text() == "of a training run"
-
-
 def test_split_selects_the_queries_of_a_beir_folder(root, tmp_path):
     queries = tmp_path / "queries"  # without a corpus, which is not needed
     shutil.copytree(root, queries, ignore=shutil.ignore_patterns("corpus.jsonl", "store*"))
@@ -96,7 +90,7 @@ def test_split_selects_the_queries_of_a_beir_folder(root, tmp_path):
         assert len(read_trec_run(tmp_path / "run.trec")) == count
 
 
-def test_index_file_is_written_once_and_used_again(root, tmp_path):
+def test_index_file_is_written_once_and_used_again(root, tmp_path, capsys):
     options = ["--index", "IVF4,Flat", "--index_parameters", "nprobe=2"]
     options += ["--index_file", tmp_path / "ivf.faiss"]
     for name in ("first", "second"):
@@ -106,6 +100,9 @@ def test_index_file_is_written_once_and_used_again(root, tmp_path):
     assert record["recall"]["queries"] == 12
     assert 0 < record["recall"]["recall@5"] <= 1
     assert record["index_parameters"] == "nprobe=2"
+    assert run(root, tmp_path / "third.trec", "--top_k", 5, *options, "--no_recall") == 0
+    assert "recall not measured" in capsys.readouterr().out
+    assert json.loads((tmp_path / "third.trec.json").read_text())["search"]["recall"] is None
 
 
 def test_bm25_is_added_with_its_weight_and_equals_bm25s_and_numpy(root, tmp_path, capsys):
@@ -147,14 +144,6 @@ def test_bm25_is_added_with_its_weight_and_equals_bm25s_and_numpy(root, tmp_path
     # A store that is written anew loses the index of the old one.
     encode(root, "corpus.jsonl", store, "--overwrite")
     assert not (store / "bm25").exists()
-
-
-def test_recall_need_not_be_measured(root, tmp_path, capsys):
-    output = tmp_path / "run.trec"
-    assert run(root, output, "--index", "IVF4,Flat", "--no_recall") == 0
-    assert capsys.readouterr().out.splitlines()[-2].endswith("recall not measured")
-    assert json.loads((tmp_path / "run.trec.json").read_text())["search"]["recall"] is None
-    assert len(read_trec_run(output)) == len(QUERIES)
 
 
 @pytest.mark.parametrize(
@@ -221,16 +210,18 @@ def test_bm25_has_the_weight_that_fit_has_chosen(root, tmp_path, capsys):
     model = tmp_path / "model"
     shutil.copytree(root / "encoder", model)
     write_bm25_weight(model, 1.0)
-    encode(root, "corpus.jsonl", tmp_path / "words", "--bm25", "--no_texts")
+    encode(root, "corpus.jsonl", tmp_path / "words", "--bm25")
+    encode(root, "corpus.jsonl", tmp_path / "bare", "--no_texts")
     store = EmbeddingStore.open(tmp_path / "words")
     bm25_run = bm25_module.search(bm25_module.open_index(store), store.ids, {"q": QUERIES[4]}, 3)
     capsys.readouterr()
     assert ask(tmp_path, tmp_path / "words", QUERIES[4], model="model") == 0
     output = capsys.readouterr().out
-    assert "no texts" in output
     assert all(f". {document_id} " in output for document_id in bm25_run["q"])
-    assert ask(tmp_path, root / "store", QUERIES[4], model="model") == 0
-    assert "without BM25" in capsys.readouterr().out
+    assert ask(tmp_path, tmp_path / "bare", QUERIES[4], model="model") == 0
+    output = capsys.readouterr().out
+    assert "no texts" in output
+    assert "without BM25" in output
 
 
 def test_questions_and_a_file_of_queries_are_refused_together(root, tmp_path, capsys):

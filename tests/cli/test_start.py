@@ -140,6 +140,7 @@ REFUSED = {
     "encode model --corpus beir --output out --precision half": "precision",
     "encode model --corpsu=c --output out": "did you mean 'corpus'",
     "encode --corpus beir --output out": "MODEL",
+    "encode model --corpus beir --output out --no_texts --bm25": "--no_texts",
     "search model --store beir --queries beir": "beir",
     "search model --store store --queries nothing.jsonl": "nothing.jsonl",
     "search ./nothing --store store --queries beir": "./nothing",
@@ -167,6 +168,7 @@ REFUSED = {
     "export ./nothing out": "./nothing",
     "export model beir": "beir",
     "export model out --dtpye float16": "dtype",
+    "export model out --dtype int4": "int4",
 }
 """{command: word in the error}"""
 

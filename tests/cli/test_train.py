@@ -12,8 +12,6 @@ import yaml
 from sample_texts import sentences
 from small_data import read_lines, write_lines, write_pairs
 
-from contaccum import work
-
 DOCS = Path(__file__).parents[2] / "docs"
 
 
@@ -64,30 +62,6 @@ def test_overwrite_output_dir_is_needed_to_replace_a_run(places, train, tmp_path
     resume = {"resume_from_checkpoint": "auto", "overwrite_output_dir": "true"}
     assert train(output, **saves, **resume) == 0
     assert read_updates(output) == [1, 2, 3]
-
-
-def interrupt(*_: object, **__: object) -> None:
-    """Raise an error after which no code of the trainer runs, as after SIGKILL."""
-    raise KeyboardInterrupt
-
-
-def test_auto_restarts_a_killed_run_in_the_folder_of_another(train, tmp_path, monkeypatch):
-    """The run with seed 2 replaces the run with seed 1, and is killed before its first update."""
-    output = tmp_path / "out"
-    assert train(output, seed=1) == 0
-    first_run = work.read_identity(output)["run_id"]
-    assert work.read_result(output)
-    with monkeypatch.context() as patch:
-        patch.setattr("contaccum.training.trainer.ContAccumTrainer.training_step", interrupt)
-        assert train(output, seed=2, overwrite_output_dir="true") == 130
-    assert work.read_result(output) is None
-    assert train(output, seed=2, resume_from_checkpoint="auto") == 0
-    record = work.read_identity(output)
-    assert record["arguments"]["seed"] == 2
-    assert record["run_id"] != first_run
-    assert work.read_result(output)
-    # The run is finished now, and has no checkpoint to resume from.
-    assert train(output, seed=2, resume_from_checkpoint="auto") == 2
 
 
 def test_evaluation_during_training_is_logged_and_recorded(places, train, tmp_path, capsys):

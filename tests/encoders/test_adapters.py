@@ -1,7 +1,6 @@
 """LoRA adapters: frozen base weights, a shared base for two towers, saving and loading."""
 
 import copy
-import errno
 import json
 import shutil
 import sys
@@ -127,7 +126,9 @@ def test_adapter_over_bfloat16_base_is_float32_after_loading(bases, tmp_path):
 
 
 @pytest.mark.parametrize("tied", [True, False], ids=["tied", "untied"])
-def test_merged_model_has_no_adapter_and_encodes_equally(tied, bases, tmp_path):
+def test_merged_model_replaces_its_adapter_once_it_is_written(
+    tied, bases, tmp_path, limit_file_size
+):
     model = make_adapted_encoder(bases / "bert", tied)
     model.save_pretrained(str(tmp_path))
     expected = encode_texts(model)
@@ -137,8 +138,14 @@ def test_merged_model_has_no_adapter_and_encodes_equally(tied, bases, tmp_path):
     num_towers = 1 if tied else 2
     num_backbone_weights = len(list(get_backbones(model)[0].parameters()))
     assert len(list(model.parameters())) == num_towers * num_backbone_weights
-    model.save_pretrained(str(tmp_path))
+    with limit_file_size(12_000), pytest.raises(UserError, match="free space"):
+        replace_saved_adapter(tmp_path, model)
+    loaded = DualEncoder.from_pretrained(tmp_path, device="cpu")
+    assert has_adapter(loaded)
+    assert np.array_equal(encode_texts(loaded), expected)
+    replace_saved_adapter(tmp_path, model)
     assert not list(tmp_path.rglob("adapter*"))
+    assert not (tmp_path / MERGED_FOLDER).exists()
     merged = SentenceTransformer(str(tmp_path), device="cpu")
     assert not has_adapter(merged)
     assert np.abs(encode_texts(merged) - expected).max() < 1e-5
@@ -162,31 +169,6 @@ def test_merged_weights_on_a_half_precision_base_are_rounded_once(bases, dtype, 
         rounded = weight.to(getattr(torch, dtype))
         assert torch.equal(get_backbones(model)[0].get_submodule(name).weight, rounded)
         assert torch.equal(get_backbones(in_float32)[0].get_submodule(name).weight, weight)
-
-
-@pytest.mark.parametrize("tied", [True, False], ids=["tied", "untied"])
-def test_adapter_stays_until_the_merged_model_is_written(bases, tmp_path, tied, monkeypatch):
-    model = make_adapted_encoder(bases / "bert", tied)
-    model.save_pretrained(str(tmp_path))
-    expected = encode_texts(model)
-    merge_adapter(model)
-
-    def fill_disk(self, path, *args, **kwargs):
-        (Path(path) / "model.safetensors").write_bytes(b"the first bytes")
-        raise OSError(errno.ENOSPC, "No space left on device")
-
-    with monkeypatch.context() as patch:
-        patch.setattr(SentenceTransformer, "save", fill_disk)
-        with pytest.raises(UserError, match="free space"):
-            replace_saved_adapter(tmp_path, model)
-    loaded = DualEncoder.from_pretrained(tmp_path, device="cpu")
-    assert has_adapter(loaded)
-    assert np.array_equal(encode_texts(loaded), expected)
-    replace_saved_adapter(tmp_path, model)
-    assert not list(tmp_path.rglob("adapter*"))
-    assert not (tmp_path / MERGED_FOLDER).exists()
-    merged = SentenceTransformer(str(tmp_path), device="cpu")
-    assert np.abs(encode_texts(merged) - expected).max() < 1e-5
 
 
 def test_towers_share_only_the_base_weights_that_are_equal(bases, tmp_path):

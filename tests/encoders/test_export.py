@@ -8,6 +8,7 @@ import re
 import shlex
 import subprocess
 import sys
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -24,7 +25,7 @@ from contaccum.cli.export import _parse_arguments
 from contaccum.encoders import export
 from contaccum.encoders.adapters import add_adapter
 from contaccum.encoders.export import export_model, make_plain_models
-from contaccum.encoders.settings import get_tower, require_max_length
+from contaccum.encoders.settings import get_tower, is_tied, require_max_length
 from contaccum.errors import ConfigError, UserError
 from contaccum.files import require_new_folder
 
@@ -65,11 +66,6 @@ def tiny_decoder() -> DualEncoder:
     )
 
 
-def normalize(embeddings: np.ndarray) -> np.ndarray:
-    """Scale rows to length 1."""
-    return embeddings / np.linalg.norm(embeddings, axis=1, keepdims=True)
-
-
 @pytest.mark.long
 def test_exported_folders_are_loaded_where_contaccum_is_not_installed(tmp_path):
     tied = tiny_encoder()
@@ -85,29 +81,41 @@ def test_exported_folders_are_loaded_where_contaccum_is_not_installed(tmp_path):
         np.testing.assert_allclose(answer, embeddings, atol=1e-6)
 
 
-def test_a_tied_model_becomes_one_folder_that_equals_it(tmp_path):
-    model = tiny_encoder(query_prompt="query: ", query_max_length=12, passage_max_length=32)
-    expected = {"query": model.encode_query(TEXTS), "document": model.encode_document(TEXTS)}
-    record = export_model(model, tmp_path / "out")
-    assert min(check["least"] for check in record["checks"]) > 0.99999
-    for task, embeddings in expected.items():
-        exported = encode_exported(tmp_path / "out", task)
-        np.testing.assert_allclose(exported, embeddings, atol=1e-6)
-
-
-def test_two_towers_become_two_folders(tmp_path):
+def make_two_towers() -> DualEncoder:
+    """Return an encoder whose towers differ in weights and in length."""
     model = tiny_encoder(tied=False, query_max_length=8, passage_max_length=32)
     with torch.no_grad():
         for weight in get_tower(model, "query").parameters():
             weight.add_(0.05)
+    return model
+
+
+@pytest.mark.parametrize(
+    ("make_model", "is_normalised"),
+    [
+        (partial(tiny_encoder, query_prompt="query: ", query_max_length=12), True),
+        (make_two_towers, True),
+        (partial(tiny_encoder, normalize=False, similarity="cos"), True),
+        (partial(tiny_encoder, normalize=False, similarity="dot"), False),
+        (tiny_decoder, True),
+    ],
+    ids=["tied", "two towers", "cos", "dot", "decoder"],
+)
+def test_exported_folders_equal_the_model(make_model, is_normalised, tmp_path):
+    """Embeddings are normalised for cosine alone. Two towers become two folders."""
+    model = make_model()
     expected = {"query": model.encode_query(TEXTS), "document": model.encode_document(TEXTS)}
-    export_model(model, tmp_path / "out")
+    record = export_model(model, tmp_path / "out")
+    assert min(check["least"] for check in record["checks"]) > 0.99999
+    assert (tmp_path / "out" / "modules.json").exists() == is_tied(model)
     for task, embeddings in expected.items():
-        folder = tmp_path / "out" / task
-        np.testing.assert_allclose(encode_exported(folder, task), embeddings, atol=1e-6)
-        config = json.loads((folder / "sentence_bert_config.json").read_text())
-        assert config["max_seq_length"] == {"query": 8, "document": 32}[task]
-    assert not (tmp_path / "out" / "modules.json").exists()
+        folder = tmp_path / "out" if is_tied(model) else tmp_path / "out" / task
+        if is_normalised:
+            embeddings = embeddings / np.linalg.norm(embeddings, axis=1, keepdims=True)
+        np.testing.assert_allclose(encode_exported(folder, task), embeddings, atol=1e-5)
+        if not is_tied(model):
+            config = json.loads((folder / "sentence_bert_config.json").read_text())
+            assert config["max_seq_length"] == {"query": 8, "document": 32}[task]
 
 
 def test_an_adapter_on_a_bfloat16_base_is_merged_without_rounding(tmp_path):
@@ -127,12 +135,6 @@ def test_an_adapter_on_a_bfloat16_base_is_merged_without_rounding(tmp_path):
     size_of_update = np.abs(expected - before).max()
     assert size_of_update > 0
     assert np.abs(exported - expected).max() < 0.1 * size_of_update
-
-
-def test_a_bfloat16_model_is_compared_in_float32(tmp_path):
-    """Deep models would fail the check if they encoded the texts in bfloat16."""
-    record = export_model(tiny_encoder(dtype="bfloat16"), tmp_path / "out")
-    assert min(check["least"] for check in record["checks"]) > 1 - 1e-10
 
 
 def test_a_model_with_its_own_code_is_exported_if_the_code_is_trusted(
@@ -159,14 +161,6 @@ def test_a_model_with_its_own_code_is_exported_if_the_code_is_trusted(
     assert not (tmp_path / "untrusted").exists()
 
 
-def test_a_decoder_keeps_its_eos_and_its_prompt(tmp_path):
-    model = tiny_decoder()
-    expected = normalize(model.encode_query(TEXTS))
-    export_model(model, tmp_path / "out")
-    exported = encode_exported(tmp_path / "out", "query")
-    np.testing.assert_allclose(exported, expected, atol=1e-5)
-
-
 def test_settings_lie_under_the_names_and_keys_that_servers_read(tmp_path):
     """sentence-transformers 6 itself writes other names, which servers do not look for."""
     export_model(tiny_encoder(pooling="cls", passage_max_length=32), tmp_path / "out")
@@ -187,15 +181,10 @@ def test_settings_lie_under_the_names_and_keys_that_servers_read(tmp_path):
     assert tokenizer["model_max_length"] == 32
 
 
-@pytest.mark.parametrize("similarity", ["cos", "dot"])
-def test_embeddings_are_normalised_for_cosine_alone(tmp_path, similarity):
-    model = tiny_encoder(normalize=False, similarity=similarity)
-    expected = model.encode_document(TEXTS)
-    if similarity == "cos":
-        expected = normalize(expected)
-    export_model(model, tmp_path / "out")
-    exported = encode_exported(tmp_path / "out", "document")
-    np.testing.assert_allclose(exported, expected, atol=1e-6)
+def test_a_bfloat16_model_is_compared_in_float32(tmp_path):
+    """Deep models would fail the check if they encoded the texts in bfloat16."""
+    record = export_model(tiny_encoder(dtype="bfloat16"), tmp_path / "out")
+    assert min(check["least"] for check in record["checks"]) > 1 - 1e-10
 
 
 def test_weights_are_saved_in_the_dtype_and_the_cosine_is_recorded(tmp_path):
@@ -223,23 +212,6 @@ def test_a_float32_export_with_other_embeddings_is_refused_and_leaves_nothing(
     with pytest.raises(UserError, match="other embeddings than the model"):
         export_model(model, tmp_path / "out")
     assert list(tmp_path.iterdir()) == []
-
-
-def test_mistakes_end_in_one_line_and_write_nothing(tmp_path, capsys):
-    tiny_encoder().save_pretrained(str(tmp_path / "model"))
-    (tmp_path / "there").mkdir()
-    capsys.readouterr()
-    cases = {
-        ("there",): "exists already; name a new folder",
-        ("out", "--dtype", "int4"): "invalid choice: 'int4'",
-    }
-    for words, message in cases.items():
-        command = ["export", str(tmp_path / "model"), str(tmp_path / words[0]), *words[1:]]
-        assert main(command) == 2
-        error = capsys.readouterr().err
-        assert error.count("\n") == 1
-        assert message in error
-    assert not (tmp_path / "out").exists()
 
 
 def test_modules_and_truncation_that_servers_do_not_have_are_refused():

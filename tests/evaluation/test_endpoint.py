@@ -10,11 +10,10 @@ from embedding_server import EmbeddingServer, embed_with, make_answer, run_serve
 from small_data import write_judged_places
 from tiny_models import tiny_encoder
 
-from contaccum import DualEncoder
+from contaccum import DualEncoder, questions
 from contaccum.cli import main
 from contaccum.encoders.settings import get_tower
 from contaccum.errors import UserError
-from contaccum.evaluation import endpoint
 from contaccum.evaluation.endpoint import KEY_VARIABLE, embed
 from contaccum.evaluation.results import read_result, read_trec_run
 
@@ -32,7 +31,7 @@ EXPECTED = embed_lengths(TEXTS)
 
 @pytest.fixture(autouse=True)
 def _environment(monkeypatch) -> None:
-    monkeypatch.setattr(endpoint, "RETRIES", endpoint.RETRIES.new(backoff_factor=0.0))
+    monkeypatch.setattr(questions, "MAX_RETRIES", 1)
     monkeypatch.setenv("NO_PROXY", "127.0.0.1")
     monkeypatch.setenv(KEY_VARIABLE, KEY)
 
@@ -50,63 +49,39 @@ def embed_texts(url: str) -> np.ndarray:
 # The client
 
 
-@pytest.mark.parametrize("end", ["", "/", "/v1/", "/v1/embeddings"])
-def test_texts_are_sent_in_batches_with_the_name_of_the_model(server, end, monkeypatch):
-    monkeypatch.delenv(KEY_VARIABLE)
-    embeddings = embed_texts(server.url + end)
-    assert embeddings.dtype == np.float32
-    np.testing.assert_array_equal(embeddings, EXPECTED)
-    batches = [request["input"] for request in server.requests]
-    assert batches == [["a", "bb"], ["ccc", "dddd"], ["eeeee"]]
-    assert server.requests[0]["model"] == "served"
-    assert server.authorizations[0] is None
-
-
-def test_answers_in_another_order_are_sorted_by_index(server):
+@pytest.mark.parametrize("end", ["", "/v1/", "/v1/embeddings"])
+def test_texts_are_sent_in_batches_and_answers_are_sorted_by_index(server, end):
     def answer(texts, embeddings):
         content = make_answer(texts, embeddings)
         content["data"].reverse()
         return content
 
     server.answer = answer
-    np.testing.assert_array_equal(embed_texts(server.url), EXPECTED)
-
-
-def test_a_failure_is_retried_five_times(server):
-    server.statuses = [429, 503]
-    np.testing.assert_array_equal(embed_texts(server.url), EXPECTED)
-    assert [request["input"] for request in server.requests[:3]] == [["a", "bb"]] * 3
-    server.requests.clear()
-    server.statuses = [500] * 20
-    with pytest.raises(UserError, match="no answer"):
-        embed_texts(server.url)
-    assert len(server.requests) == 6
-
-
-def test_the_key_is_sent_even_if_netrc_names_the_server(server, monkeypatch, tmp_path):
-    netrc = tmp_path / "netrc"
-    netrc.write_text("machine 127.0.0.1 login someone password something\n")
-    monkeypatch.setenv("NETRC", str(netrc))
-    embed_texts(server.url)
+    server.statuses = [503]
+    embeddings = embed_texts(server.url + end)
+    assert embeddings.dtype == np.float32
+    np.testing.assert_array_equal(embeddings, EXPECTED)
+    batches = [request["input"] for request in server.requests]
+    assert batches == [["a", "bb"], ["a", "bb"], ["ccc", "dddd"], ["eeeee"]]
+    assert {request["model"] for request in server.requests} == {"served"}
     assert set(server.authorizations) == {f"Bearer {KEY}"}
 
 
 @pytest.mark.parametrize("status", [401, 500])
 def test_no_error_contains_the_key(server, status):
     """The server repeats the key in its answers."""
-    server.statuses = [status] * 6
+    server.statuses = [status] * 2
     with pytest.raises(UserError, match=str(status)) as caught:
         embed_texts(server.url)
     assert KEY not in str(caught.value)
 
 
-def test_a_redirect_does_not_get_the_key(server):
+def test_a_redirect_to_another_server_does_not_pass_on_the_key(server):
     with run_server(embed_lengths) as other_server:
         server.statuses = [307]
         server.location = f"{other_server.url}/v1/embeddings"
-        with pytest.raises(UserError, match="status 307"):
-            embed_texts(server.url)
-        assert other_server.requests == []
+        embed_texts(server.url)
+        assert set(other_server.authorizations) == {None}
 
 
 @pytest.mark.parametrize(

@@ -145,7 +145,7 @@ def test_the_cpu_searches_if_the_memory_of_a_gpu_is_full(monkeypatch, caplog):
     _, rows = search(index, documents, 5)
     np.testing.assert_array_equal(rows, expected_rows)
     assert len(index.gpus) == 0
-    assert "memory is full, so the CPU searches" in caplog.text
+    assert "searched on the CPU, not a GPU: CUDA out of memory" in caplog.text
 
 
 @pytest.mark.parametrize(
@@ -200,7 +200,7 @@ def store(tmp_path) -> EmbeddingStore:
 
 
 class IndexOnFakeGpus:
-    """A FAISS index on the CPU that records its work, and has the limits of GPUs, but lower."""
+    """A FAISS index on the CPU that records its work, and has limits as those of GPUs."""
 
     def __init__(self, work: list, index, options, gpus) -> None:
         self.work = work
@@ -211,11 +211,9 @@ class IndexOnFakeGpus:
         inverted_file = faiss.downcast_index(faiss.extract_index_ivf(index))
         if inverted_file.nprobe > 12:
             raise RuntimeError("GPU IVF index only supports nprobe selection up to 12")
-        if isinstance(inverted_file, faiss.IndexIVFPQ):
-            if inverted_file.pq.nbits != 8:
-                raise RuntimeError("Bits per code must be 8")
-            if inverted_file.pq.M > 8 and not options.useFloat16:
-                raise RuntimeError("Consider useFloat16LookupTables")
+        is_long_code = isinstance(inverted_file, faiss.IndexIVFPQ) and inverted_file.pq.M > 8
+        if is_long_code and not options.useFloat16:
+            raise RuntimeError("Consider useFloat16LookupTables")
 
     @property
     def is_trained(self) -> bool:
@@ -257,7 +255,7 @@ def add_gpus(monkeypatch) -> Callable[[], list]:
     return add
 
 
-@pytest.mark.parametrize("factory", ["PCA8,IVF16,Flat", "IVF16,SQ8", "IVF4,PQ8np", "IVF4,PQ16np"])
+@pytest.mark.parametrize("factory", ["PCA8,IVF16,Flat", "IVF16,SQ8", "IVF4,PQ16np"])
 def test_gpus_build_and_search_an_inverted_file_as_the_cpu_does(store, tmp_path, factory, add_gpus):
     """The file has the same bytes, and is searched on the GPUs when it is opened again."""
     queries = make_vectors(9, seed=1)
@@ -281,7 +279,6 @@ def test_gpus_build_and_search_an_inverted_file_as_the_cpu_does(store, tmp_path,
     [
         ("HNSW8", None, 20, [], ""),
         ("IVF16,FlatDedup", None, 20, [], ""),  # on a GPU it would be an IVF16,Flat
-        ("IVF4,PQ4x4np", None, 20, [], "built on the CPU, not a GPU: Bits per code must be 8"),
         ("IVF8,Flat,RFlat", None, 20, [], "built on the CPU, not a GPU: This index type"),
         ("IVF16,Flat", "nprobe=13", 20, ["train", "add"], "searched on the CPU, not a GPU"),
         ("IVF16,Flat", None, 101, ["train", "add"], "searched on the CPU, not a GPU"),
@@ -354,20 +351,9 @@ def test_a_foreign_or_broken_index_file_is_refused_in_one_line(store, tmp_path):
     assert open_index(path, store, "HNSW8").faiss_index.ntotal == 600
 
 
-@pytest.mark.parametrize("missing_bytes", [1, 50_000])
-def test_an_index_that_cannot_be_written_is_reported_in_one_line(
-    missing_bytes, store, tmp_path, limit_file_size
-):
+def test_an_index_that_cannot_be_written_is_reported_in_one_line(store, tmp_path, limit_file_size):
     path = tmp_path / "index.faiss"
-    open_index(path, store, "HNSW8")
-    size = path.stat().st_size
-    path.unlink()
     message = r"^\S*index\.faiss: cannot be written \(File too large"
-    with limit_file_size(size - missing_bytes), pytest.raises(UserError, match=message):
+    with limit_file_size(20_000), pytest.raises(UserError, match=message):
         open_index(path, store, "HNSW8")
     assert not path.exists()
-
-
-def test_the_threshold_of_blas_is_a_number_of_queries_times_dimensions():
-    """Before FAISS 1.14 it is a number of queries, 20. `search_slices` sets it."""
-    assert faiss.cvar.distance_compute_blas_threshold == 128_000

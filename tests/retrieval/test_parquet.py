@@ -13,7 +13,6 @@ from small_data import contents, write_lines
 
 from contaccum import DualEncoder
 from contaccum.cli import main
-from contaccum.errors import DataError
 from contaccum.retrieval import store as store_module
 from contaccum.retrieval.encode import encode_texts
 from contaccum.retrieval.search import build_index, search
@@ -26,34 +25,18 @@ EMBEDDINGS = np.random.default_rng(0).standard_normal((NUM_ROWS, DIMENSION)).ast
 PASSAGES = [(f"id-{row}", f"title {row}", f"text {row} é") for row in range(NUM_ROWS)]
 
 
-def write_store(folder: Path, **changes: Any) -> EmbeddingStore:
-    """Write a store of 25 rows in shards of 10."""
-    identity = {
-        "kind": "document",
-        "model": "a" * 64,
-        "similarity": "cos",
-        "dtype": "float32",
-        "shard_size": 10,
-        **changes,
-    }
-
-    def encode(texts: list[str]) -> np.ndarray:
-        rows = [int(text.split()[1]) for text in texts]
-        return EMBEDDINGS[rows]
-
-    writer = StoreWriter(folder, identity, {"model_name": "my-model"})
-    assert writer.fill(PASSAGES, encode)
-    return EmbeddingStore.open(folder)
-
-
 @pytest.fixture(params=["float32", "float16"])
 def store(request, tmp_path) -> EmbeddingStore:
-    return write_store(tmp_path / "store", dtype=request.param)
+    """Return a store of 25 rows in shards of 10."""
+    identity = {"similarity": "cos", "dtype": request.param, "shard_size": 10}
+    writer = StoreWriter(tmp_path / "store", identity, has_passages=True)
+    assert writer.fill(PASSAGES, lambda texts: EMBEDDINGS[[int(text.split()[1]) for text in texts]])
+    return EmbeddingStore.open(tmp_path / "store")
 
 
 def test_files_hold_the_rows_of_the_shards_bit_for_bit(store, monkeypatch):
     monkeypatch.setattr(store_module, "_ROWS_PER_GROUP", 4)
-    folder = write_parquet(store, PASSAGES)
+    folder = write_parquet(store)
     assert folder == store.folder / "parquet"
     paths = sorted(folder.iterdir())
     names = [path.name for path in paths]
@@ -74,44 +57,6 @@ def test_files_hold_the_rows_of_the_shards_bit_for_bit(store, monkeypatch):
     assert columns["id"] == list(ids)
     assert columns["title"] == list(titles)
     assert columns["text"] == list(texts)
-
-
-def test_an_interrupted_export_leaves_no_file_and_the_next_one_is_complete(tmp_path):
-    store = write_store(tmp_path / "store")
-
-    def read_then_fail() -> Any:
-        yield from PASSAGES[:13]
-        raise KeyboardInterrupt
-
-    contents_before = contents(store.folder)
-    with pytest.raises(KeyboardInterrupt):
-        write_parquet(store, read_then_fail())
-    assert contents(store.folder) == contents_before
-    write_parquet(store, PASSAGES)
-    assert pq.read_table(store.folder / "parquet").num_rows == NUM_ROWS
-
-
-def replace_passage(row: int, passage: tuple[str, str, str]) -> list[tuple[str, str, str]]:
-    """Return `PASSAGES` with another passage in a row."""
-    passages = list(PASSAGES)
-    passages[row] = passage
-    return passages
-
-
-@pytest.mark.parametrize(
-    "passages",
-    [
-        replace_passage(12, ("id-12", "title 12", "another text")),
-        replace_passage(12, ("id-99", "title 12", "text 12 é")),
-        PASSAGES[:12],
-    ],
-    ids=["text", "id", "end"],
-)
-def test_passages_of_another_corpus_are_refused(tmp_path, passages):
-    store = write_store(tmp_path / "store")
-    with pytest.raises(DataError, match="another corpus: the passages from row 10 on differ"):
-        write_parquet(store, passages)
-    assert not (store.folder / "parquet").exists()
 
 
 def run_encode(model: str, corpus: Path, output: Path, *options: str) -> int:

@@ -1,7 +1,6 @@
 """A store returns what was written, row by row, and refuses broken or foreign files."""
 
 import os
-import resource
 import shutil
 import subprocess
 import sys
@@ -54,16 +53,9 @@ def write_store(folder: Path, **changes: Any) -> Path:
     return folder
 
 
-def test_a_store_has_the_shape_and_types_that_were_written(tmp_path):
-    store = EmbeddingStore.open(write_store(tmp_path / "s"))
-    assert len(store) == NUM_ROWS
-    assert store.shape == (NUM_ROWS, 4)
-    assert store.dtype == "float32"
-    assert store.similarity == "cos"
-
-
 def test_rows_and_ids_come_back_in_the_requested_order(tmp_path):
     store = EmbeddingStore.open(write_store(tmp_path / "s"))
+    assert (store.shape, store.dtype, store.similarity) == ((NUM_ROWS, 4), "float32", "cos")
     for rows in (
         slice(None),
         slice(3, 21),
@@ -77,16 +69,11 @@ def test_rows_and_ids_come_back_in_the_requested_order(tmp_path):
     assert store.ids([24, 0, 10, 9, 0]) == ["id-24", "id-0", "id-10", "id-9", "id-0"]
 
 
-def test_a_home_folder_is_expanded(tmp_path, monkeypatch):
+def test_a_home_folder_is_expanded_and_other_files_in_a_shard_do_no_harm(tmp_path, monkeypatch):
     monkeypatch.setenv("HOME", str(tmp_path))
     write_store(Path("~/stores/wiki"))
+    (tmp_path / "stores" / "wiki" / "shard-00000" / ".DS_Store").write_text("x")
     assert EmbeddingStore.open("~/stores/wiki").folder == tmp_path / "stores" / "wiki"
-
-
-def test_other_files_in_the_folder_of_a_shard_do_no_harm(tmp_path):
-    folder = write_store(tmp_path / "s")
-    (folder / "shard-00000" / ".DS_Store").write_text("x")
-    assert len(EmbeddingStore.open(folder)) == NUM_ROWS
 
 
 @pytest.mark.parametrize("rows", [[-1], [0, 25], [[1, 2]], [True, False], [0.0, 1.0]])
@@ -221,23 +208,20 @@ def test_ranks_encode_each_shard_once_and_the_last_finishes_the_store(tmp_path, 
     np.testing.assert_array_equal(EmbeddingStore.open(tmp_path / "s")[:], EMBEDDINGS)
 
 
-def test_two_processes_that_encode_the_same_corpus_share_the_shards(tmp_path, monkeypatch):
+def test_two_processes_that_encode_the_same_corpus_share_the_shards(tmp_path):
+    """The second process writes all shards while the first one encodes its first shard."""
     expected = contents(write_store(tmp_path / "expected"))
     folder = tmp_path / "s"
-    save = np.save
-    first_writer = open_writer(folder)
-    second_writer = open_writer(folder)
+    first, second = open_writer(folder), open_writer(folder)
+    num_texts = []
 
-    def save_after_second_writer(*args: Any, **kwargs: Any) -> None:
-        """Run the second writer while the first one writes its first shard."""
-        monkeypatch.setattr(np, "save", save)
-        assert second_writer.fill(PASSAGES, StubEncoder())
-        save(*args, **kwargs)
+    def encode_after_second(texts: list[str]) -> np.ndarray:
+        assert second.fill(PASSAGES, StubEncoder())
+        num_texts.append(len(texts))
+        return StubEncoder()(texts)
 
-    monkeypatch.setattr(np, "save", save_after_second_writer)
-    encoder = StubEncoder()
-    assert first_writer.fill(PASSAGES, encoder)
-    assert encoder.num_texts == [10]
+    assert first.fill(PASSAGES, encode_after_second)
+    assert num_texts == [10]
     assert contents(folder) == expected
 
 
@@ -259,21 +243,6 @@ def test_shards_of_two_corpora_do_not_become_a_store(tmp_path):
         EmbeddingStore.open(folder)
 
 
-def test_two_processes_may_overwrite_the_same_store_at_once(tmp_path, monkeypatch):
-    folder = write_store(tmp_path / "s")
-    remove = shutil.rmtree
-
-    def remove_after_other_process(path: Path, **kwargs: Any) -> None:
-        monkeypatch.setattr(shutil, "rmtree", remove)
-        open_writer(folder, overwrite=True)
-        remove(path, **kwargs)
-
-    monkeypatch.setattr(shutil, "rmtree", remove_after_other_process)
-    writer = open_writer(folder, overwrite=True)
-    assert writer.fill(PASSAGES, StubEncoder())
-    np.testing.assert_array_equal(EmbeddingStore.open(folder)[:], EMBEDDINGS)
-
-
 @pytest.mark.parametrize(
     "passages",
     [
@@ -292,16 +261,12 @@ def test_a_store_of_another_corpus_is_refused_and_left_alone(tmp_path, passages)
     assert contents(folder) == contents_before
 
 
-def test_a_disk_that_becomes_full_is_reported_in_one_line(tmp_path):
-    """The limit on the size of a file acts as a full disk: numpy gives no error number."""
+def test_a_disk_that_becomes_full_is_reported_in_one_line(tmp_path, limit_file_size):
+    """numpy gives no error number."""
     writer = open_writer(tmp_path / "s")
-    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
-    resource.setrlimit(resource.RLIMIT_FSIZE, (4096, limits[1]))
-    try:
-        with pytest.raises(UserError, match=r"s/shard-00000: cannot be written \(.*free space"):
-            writer.fill(PASSAGES[:10], lambda texts: np.zeros((10, 4096), dtype=np.float32))
-    finally:
-        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+    message = r"s/shard-00000: cannot be written \(.*free space"
+    with limit_file_size(4096), pytest.raises(UserError, match=message):
+        writer.fill(PASSAGES[:10], lambda texts: np.zeros((10, 4096), dtype=np.float32))
     assert [path.name for path in (tmp_path / "s").iterdir()] == ["identity.json"]
 
 
