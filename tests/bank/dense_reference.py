@@ -39,8 +39,6 @@ class Pair(NamedTuple):
     documents: Tensor  # (1 + h, d), its passage and its hard negatives
     query_id: Tensor  # (), NO_ID if it has no id
     document_ids: Tensor  # (1 + h,)
-    guide_query: Tensor  # (g,), g = 0 without a guide
-    guide_documents: Tensor  # (1 + h, g)
     passage_mean: Tensor  # (d,)
     is_finite: bool = True
 
@@ -52,7 +50,6 @@ class Texts(NamedTuple):
     pair_index: Tensor  # (t,), the pair that a text belongs to
     query_ids: Tensor  # (t,), id of the pair's query; NO_ID for hard negatives
     document_ids: Tensor  # (t,), id of the document; for a query, id of its passage
-    guide: Tensor  # (t, g)
 
 
 class TowerMean:
@@ -113,9 +110,6 @@ class DenseReference:
         mask_duplicates: bool = True,
         bank_hard_negatives: bool = True,
         drift_compensation: str = "auto",
-        false_negative_margin: float | None = None,
-        guide_margin: float = 0.0,
-        guide_margin_strategy: str = "absolute",
     ) -> None:
         self.bank_size = bank_size
         self.positives = positives
@@ -126,9 +120,6 @@ class DenseReference:
         self.mask_duplicates = mask_duplicates
         self.bank_hard_negatives = bank_hard_negatives
         self.drift_compensation = drift_compensation
-        self.false_negative_margin = false_negative_margin
-        self.guide_margin = guide_margin
-        self.guide_margin_strategy = guide_margin_strategy
 
         self.history: list[Pair] = []
         self.query_means: list[Tensor] = []  # query tower's mean when each pair was stored
@@ -150,14 +141,12 @@ class DenseReference:
         self,
         inputs: Sequence[Tensor],
         ids: Sequence[Tensor] = (),
-        guide: Sequence[Tensor] = (),
     ) -> Tensor:
         """Compute the loss of a micro-batch, and store the micro-batch in the history.
 
         Args:
             inputs: queries (n, d), passages (n, d) and, if any, hard negatives (n, h, d).
             ids: ids of the same texts, or an empty sequence.
-            guide: guide embeddings of the same texts, or an empty sequence.
         """
         embeddings = [self._normalize(x) for x in inputs]
         queries = embeddings[0]
@@ -169,7 +158,7 @@ class DenseReference:
         if self._moves_entries() and not self.probes:
             query_mean = query_mean.compute_next(queries.detach())
             passage_mean = passage_mean.compute_next(embeddings[1].detach())
-        local = make_pairs(queries, documents, ids, guide, passage_mean.mean)
+        local = make_pairs(queries, documents, ids, passage_mean.mean)
         loss = self._compute_loss(local, query_mean.mean)
         is_finite = bool(loss.isfinite()) and all(bool(x.isfinite().all()) for x in inputs)
         if is_finite:
@@ -236,35 +225,16 @@ class DenseReference:
 
         is_positive = _find_positives(rows, columns)
         positive_similarities = similarities[is_positive]
-        guide_cosines = (rows.guide * columns.guide[is_positive.int().argmax(1)]).sum(1)
-        excluded = self._find_false_negatives(
-            rows, columns, similarities, positive_similarities, guide_cosines
-        )
-        excluded &= ~is_positive
+        excluded = self._find_false_negatives(rows, columns) & ~is_positive
         self.masked_share = excluded[:n].sum().item() / max(n * (excluded.shape[1] - 1), 1)
 
         logits = (similarities / self.temperature).masked_fill(excluded, -math.inf)
         losses = logits.logsumexp(1) - positive_similarities / self.temperature
         return losses.sum() / (num_rows if self.normalize_by == "all" else n)
 
-    def _find_false_negatives(
-        self,
-        rows: Texts,
-        columns: Texts,
-        similarities: Tensor,
-        positive_similarities: Tensor,
-        guide_cosines: Tensor,
-    ) -> Tensor:
-        """Find the false negatives of each row; the row's own positive may be among them.
-
-        BankedInfoNCE decides this when a row and a column are first scored. The decision is the
-        same later, because all documents of the matrix have moved by the same vector.
-
-        Args:
-            positive_similarities: (r,), similarity of each row's query and its own positive.
-            guide_cosines: (r,), cosine of the same texts by the guide.
-        """
-        excluded = torch.zeros(similarities.shape, dtype=torch.bool)
+    def _find_false_negatives(self, rows: Texts, columns: Texts) -> Tensor:
+        """Find the false negatives of each row; the row's own positive may be among them."""
+        excluded = torch.zeros(len(rows.query_ids), len(columns.query_ids), dtype=torch.bool)
         if self.mask_duplicates:
             excluded |= _have_equal_ids(rows.document_ids, columns.document_ids)
             excluded |= _have_equal_ids(rows.query_ids, columns.query_ids)
@@ -272,15 +242,6 @@ class DenseReference:
                 is_row = rows.query_ids == query_id
                 is_column = columns.document_ids == passage_id
                 excluded |= is_row[:, None] & is_column
-        if self.false_negative_margin is not None:
-            ceilings = positive_similarities + self.false_negative_margin
-            excluded |= similarities > ceilings[:, None]
-        if rows.guide.shape[1] > 0:
-            margins = torch.full_like(guide_cosines, self.guide_margin)
-            if self.guide_margin_strategy == "relative":
-                margins = self.guide_margin * guide_cosines.abs()
-            ceilings = guide_cosines - margins
-            excluded |= rows.guide @ columns.guide.T > ceilings[:, None]
         return excluded
 
     def _normalize(self, embeddings: Tensor) -> Tensor:
@@ -295,16 +256,13 @@ class DenseReference:
         for pair in local:
             documents = pair.documents.detach()
             document_ids = pair.document_ids
-            guide_documents = pair.guide_documents
             if not self.bank_hard_negatives:
                 documents = documents[:1]
                 document_ids = document_ids[:1]
-                guide_documents = guide_documents[:1]
             stored = pair._replace(
                 query=pair.query.detach(),
                 documents=documents,
                 document_ids=document_ids,
-                guide_documents=guide_documents,
                 is_finite=is_finite,
             )
             self.history.append(stored)
@@ -326,7 +284,7 @@ class DenseReference:
         return self.query_means[number - number % pairs_per_run]
 
     def _moves_entries(self) -> bool:
-        return self.drift_compensation in ("auto", "mean")
+        return self.drift_compensation == "auto"
 
     def _centres_passages(self, documents: Tensor) -> bool:
         """Return True if the passages' gradients are centred.
@@ -363,7 +321,6 @@ def make_pairs(
     queries: Tensor,
     documents: Tensor,
     ids: Sequence[Tensor],
-    guide: Sequence[Tensor],
     passage_mean: Tensor,
 ) -> list[Pair]:
     """Split a micro-batch into pairs; queries are (n, d) and documents (n, 1 + h, d)."""
@@ -373,11 +330,6 @@ def make_pairs(
     if ids:
         query_ids = ids[0]
         document_ids = torch.cat([ids[1][:, None], *ids[2:]], dim=1)
-    guide_queries = torch.zeros(n, 0, dtype=torch.float64)
-    guide_documents = torch.zeros(*documents.shape[:2], 0, dtype=torch.float64)
-    if guide:
-        guide_queries = normalize(guide[0], dim=-1)
-        guide_documents = normalize(join_documents(guide), dim=-1)
     pairs = []
     for i in range(n):
         pair = Pair(
@@ -385,8 +337,6 @@ def make_pairs(
             documents=documents[i],
             query_id=query_ids[i],
             document_ids=document_ids[i],
-            guide_query=guide_queries[i],
-            guide_documents=guide_documents[i],
             passage_mean=passage_mean,
         )
         pairs.append(pair)
@@ -400,7 +350,6 @@ def make_query_texts(pairs: Sequence[Pair]) -> Texts:
         pair_index=torch.arange(len(pairs)),
         query_ids=torch.stack([pair.query_id for pair in pairs]),
         document_ids=torch.stack([pair.document_ids[0] for pair in pairs]),
-        guide=torch.stack([pair.guide_query for pair in pairs]),
     )
 
 
@@ -421,7 +370,6 @@ def make_document_texts(pairs: Sequence[Pair], passage_mean: Tensor) -> Texts:
         pair_index=torch.cat(pair_index),
         query_ids=torch.cat(query_ids),
         document_ids=torch.cat([pair.document_ids for pair in pairs]),
-        guide=torch.cat([pair.guide_documents for pair in pairs]),
     )
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import dataclasses
+import math
 from functools import partial
 from typing import Any
 
@@ -181,7 +182,6 @@ def test_matryoshka_cuts_the_probe_of_a_wrapped_model(model):
 
 LOSSES = {
     "plain": ContAccumLoss,
-    "guide": lambda model: ContAccumLoss(model, guide=tiny_encoder()),
     "cached Matryoshka": lambda model: MatryoshkaLoss(model, CachedContAccumLoss(model), [16, 8]),
 }
 
@@ -506,36 +506,6 @@ def test_probing_uses_no_random_number_and_restores_the_modes_of_modules():
     assert torch.equal(passages, first[1])
 
 
-def test_ranks_encode_equally_many_parts_of_the_probe_and_return_their_own(model, monkeypatch):
-    """Two ranks resume the probe of three ranks: the first has one part, the second has two parts.
-
-    Every rank encodes two parts, because the forward passes of FSDP are collective calls.
-    """
-    parts = []
-    for part in range(3):
-        columns = [
-            model.preprocess(sentences(3, 2 * part), task="query"),
-            model.preprocess(sentences(3, 2 * part + 1), task="query"),
-        ]
-        parts.append([copy_first_texts(column, 3) for column in columns])
-    expected_queries, expected_passages = make_probe(model, parts).encode(columns)
-    monkeypatch.setattr(probe, "world_size", lambda: 2)
-    calls = []
-    model.register_forward_pre_hook(lambda *_: calls.append(1))
-    queries_of_ranks = []
-    passages_of_ranks = []
-    for rank in (0, 1):
-        monkeypatch.setattr(probe, "rank", lambda rank=rank: rank)
-        queries, passages = make_probe(model, parts, is_shared=True).encode(columns)
-        queries_of_ranks.append(queries)
-        passages_of_ranks.append(passages)
-        assert len(calls) == 4  # two parts of two columns
-        calls.clear()
-    assert [len(queries) for queries in queries_of_ranks] == [3, 6]
-    assert torch.equal(torch.cat(queries_of_ranks), expected_queries)
-    assert torch.equal(torch.cat(passages_of_ranks), expected_passages)
-
-
 def test_the_probe_of_a_matryoshka_model_runs_the_hooks_of_the_model(model):
     """FSDP gathers the weights in a hook before the forward method."""
     columns = [model.preprocess(sentences(16, seed), task="query") for seed in (0, 1)]
@@ -580,13 +550,18 @@ def test_ranks_that_share_a_bank_encode_parts_of_the_same_probe(model, monkeypat
         assert len(embeddings) == 7  # 3 of 5 pairs, 3 of 3, and 1 of 1
         embeddings_of_rank_1 = model(dict(column))["sentence_embedding"]
         assert torch.allclose(embeddings[3:6], embeddings_of_rank_1, atol=1e-6)
+    calls: list[int] = []
+    model.register_forward_pre_hook(lambda *_: calls.append(1))
     for num_ranks in (2, 3, 8):
         monkeypatch.setattr(probe, "world_size", lambda num_ranks=num_ranks: num_ranks)
         queries_of_ranks = []
         passages_of_ranks = []
         for rank in range(num_ranks):
             monkeypatch.setattr(probe, "rank", lambda rank=rank: rank)
+            calls.clear()
             queries, passages = shared_probe.encode(columns_of_ranks[0])
+            # Equally many parts on each rank, because the forward passes of FSDP are collectives.
+            assert len(calls) == 2 * math.ceil(3 / num_ranks)
             queries_of_ranks.append(queries)
             passages_of_ranks.append(passages)
         assert torch.allclose(torch.cat(queries_of_ranks), expected[0], atol=1e-6)

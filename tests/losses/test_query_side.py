@@ -262,17 +262,6 @@ def test_blocks_keep_the_number_type_of_the_store(
         assert torch.allclose(torch.stack(rows), expected, atol=1e-6)
 
 
-@pytest.mark.parametrize(("dtype", "num_bytes"), [("float32", 4), ("float16", 2)])
-def test_blocks_stay_on_a_gpu_if_they_need_half_of_its_memory(
-    tmp_path, monkeypatch, dtype, num_bytes
-):
-    store = write_store(tmp_path, tiny_encoder(), dtype=dtype)
-    needed = num_bytes * store.shape[0] * store.shape[1]
-    for free, fits in ((2 * needed + 1, True), (2 * needed, False)):
-        monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device, free=free: (free, free))
-        assert DeviceEmbeddings(store, torch.device("cuda"))._fits() is fits
-
-
 def _id(text: str) -> int:
     from contaccum.data.sampling import text_ids
 

@@ -127,9 +127,6 @@ def test_every_setting_of_the_loss_is_an_argument_and_is_passed_on_by_name(tmp_p
         "mask_duplicates": False,
         "bank_hard_negatives": False,
         "drift_compensation": "none",
-        "false_negative_margin": 0.1,
-        "guide_margin": 0.2,
-        "guide_margin_strategy": "relative",
     }
     args = ContAccumTrainingArguments(
         output_dir=str(tmp_path),
