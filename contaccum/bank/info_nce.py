@@ -353,10 +353,9 @@ class BankedInfoNCE(nn.Module):
         Call the method before the first micro-batch, and again after updates; once every 64 to 128
         pairs is enough. A later call within an update counts its entries as encoded by an older
         encoder. The stored mean of each tower is moved as far as the probe's mean has moved since
-        the last call, and the age limit is set: entries
-        beyond it retire at the end of the next call in training. The host waits for the device.
-        Ranks that share a bank call it together, each with its own texts; their number S may differ
-        between ranks and be 0.
+        the last call, and the age limit is set: entries beyond it retire at the end of the next
+        call in training. The host waits for the device. Ranks that share a bank call it together,
+        each with its own texts; their number S may differ between ranks and be 0.
 
         Args:
             queries, passages: (S, d), encoded without dropout by the current encoder.

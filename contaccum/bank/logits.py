@@ -137,13 +137,9 @@ def make_pairs(
     temperature: float,
     passage_mean: Tensor | None = None,
 ) -> Pairs:
-    """Make `Pairs` of a micro-batch.
+    """Make `Pairs` of a micro-batch: texts (n, 2 + h, d) without a gradient, with their ids.
 
-    Args:
-        texts: (n, 2 + h, d), without a gradient, as they are scored.
-        ids: int64 (n, 2 + h, IDS_PER_TEXT), from `stack_ids`.
-        temperature: divisor of the similarities.
-        passage_mean: (d,), vector that is subtracted from the documents, or None.
+    The vector ``passage_mean``, (d,), is subtracted from the documents.
     """
     queries = texts[:, 0]
     documents = texts[:, 1:]
@@ -209,11 +205,7 @@ def _compute_inner_products(queries: Tensor, documents: Tensor, temperature: flo
 
 
 def find_duplicates(rows: Pairs, columns: Pairs) -> Tensor:
-    """Find copies of a row's own positive, and the positives of pairs with the same query, by ids.
-
-    Returns:
-        bool (r, c, 1 + h).
-    """
+    """Find copies of a row's own positive, and positives of the same query: bool (r, c, 1 + h)."""
     positive_ids = rows.document_ids[:, :, 0]
     row_keys = torch.cat([positive_ids, rows.query_ids])  # (2 * IDS_PER_TEXT, r)
     # Two missing ids are not equal.
@@ -250,11 +242,7 @@ class PositivesTable:
         self.queries_by_passage = _SortedLists(passage_ids, query_ids)
 
     def find_listed(self, rows: Pairs, columns: Pairs) -> Tensor:
-        """Find documents that the table lists as positives of a row's query.
-
-        Returns:
-            bool (r, c, 1 + h).
-        """
+        """Find documents that are listed as positives of a row's query: bool (r, c, 1 + h)."""
         query_ids = rows.query_ids[0]  # (r,)
         document_ids = columns.document_ids[0].flatten()  # (c * (1 + h),)
         # A lookup copies one list per key, so the side with fewer texts provides the keys.

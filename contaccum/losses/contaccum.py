@@ -296,11 +296,21 @@ class ContAccumLoss(ModelLoss):
             )
 
     def _encode_probe_if_due(self, features: list[dict[str, Any]]) -> None:
-        if not self._uses_bank or self._is_matryoshka_replay:
+        # MatryoshkaLoss calls the loss on the same micro-batch once per embedding size. It has then
+        # replaced a method by a decorator that cuts the embeddings to the size: the forward method
+        # of the model, which keeps the embeddings of the first call in a cache, or `calculate_loss`
+        # of a loss with a gradient cache.
+        forward: object = self.model.forward
+        is_repeated = isinstance(forward, ForwardDecorator) and bool(forward.cache)
+        if not self._uses_bank or is_repeated:
             return
+        calculate_loss = vars(self).get("calculate_loss")
+        is_inside_matryoshka = isinstance(forward, ForwardDecorator) or isinstance(
+            calculate_loss, CachedLossDecorator
+        )
         loss_fns = self._get_info_nces()
         clock = None if self.info_nce is None else self.info_nce.clock
-        if self._probe.encode_if_due(features, clock, self._is_inside_matryoshka):
+        if self._probe.encode_if_due(features, clock, is_inside_matryoshka):
             for size, loss_fn in loss_fns.items():
                 self._probe.pass_to_loss(loss_fn, size)
         for loss_fn in loss_fns.values():
@@ -364,27 +374,6 @@ class ContAccumLoss(ModelLoss):
     @property
     def _uses_bank(self) -> bool:
         return self._is_training and self.settings.bank_size > 0
-
-    @property
-    def _is_inside_matryoshka(self) -> bool:
-        """True if MatryoshkaLoss calls the loss, once per embedding size.
-
-        It has then replaced a method by a decorator that cuts the embeddings to the size: the
-        forward method of the model, or `calculate_loss` of a loss with a gradient cache.
-        """
-        forward: object = self.model.forward
-        calculate_loss = vars(self).get("calculate_loss")
-        has_decorated_forward = isinstance(forward, ForwardDecorator)
-        return has_decorated_forward or isinstance(calculate_loss, CachedLossDecorator)
-
-    @property
-    def _is_matryoshka_replay(self) -> bool:
-        """True if MatryoshkaLoss calls the loss again on the same micro-batch, for the next size.
-
-        The decorator of the forward method then has the embeddings of the first call in its cache.
-        """
-        forward: object = self.model.forward
-        return isinstance(forward, ForwardDecorator) and bool(forward.cache)
 
     # The data and the update ----------------------------------------------------------------------
 

@@ -519,11 +519,11 @@ class ContAccumTrainer(SentenceTransformerTrainer):
                     for row in zip(*batch.values(), strict=True):
                         texts.add(*row)
             data["fingerprint"] = texts.hex()
-        base_of_adapters = {
-            name: parameter
-            for name, parameter in parameters.items()
-            if has_adapter(model) and not parameter.requires_grad and "lora_" not in name
-        }
+        base_of_adapters = {}
+        if has_adapter(model):
+            for name, parameter in parameters.items():
+                if not parameter.requires_grad and "lora_" not in name:
+                    base_of_adapters[name] = parameter
         # With another value of one of these, the saved states of bank and optimizer, or the saved
         # position in the data, would not be valid. Files are compared by their content, and the
         # pairs per update by their number, which also depends on the number of ranks.

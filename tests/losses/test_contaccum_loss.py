@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import dataclasses
 import math
 from functools import partial
 from typing import Any
@@ -343,23 +342,6 @@ def test_positives_and_hard_negatives_are_encoded_in_one_pass(model):
     assert texts_per_pass == [4, 16, 4, 16]
 
 
-def test_settings_reach_the_loss_under_their_own_names(model):
-    """Most settings are covered by the test of the trainer: tests/training/test_arguments.py."""
-    loss_fn = ContAccumLoss(model, 4, 5.0, dot_score, True, normalize_by="all", pairs_per_update=12)
-    settings = dataclasses.asdict(loss_fn.settings)
-    assert settings["bank_size"] == 4
-    assert settings["temperature"] == 0.2
-    assert settings["similarity"] == "dot"
-    assert settings["gather_across_devices"] is True
-    assert settings["normalize_by"] == "all"
-    assert settings["pairs_per_update"] == 12
-    config = loss_fn.get_config_dict()
-    assert config["scale"] == 5.0
-    assert config["similarity_fct"] == "dot_score"
-    assert config["normalize_by"] == "all"
-    assert "2406.12356" in loss_fn.citation
-
-
 def test_another_similarity_function_is_refused(model):
     with pytest.raises(ConfigError, match="similarity_fct"):
         ContAccumLoss(model, similarity_fct=euclidean_sim)
@@ -403,12 +385,6 @@ def test_losses_that_call_a_loss_once_per_layer_are_refused(model, loss_class, w
     with pytest.raises(ConfigError, match="use MatryoshkaLoss"):
         wrapper(model, loss_fn)(features(model, 4, 2), None)
     assert loss_fn.info_nce is None
-
-
-@pytest.mark.parametrize("loss_class", [ContAccumLoss, CachedContAccumLoss])
-def test_an_argument_that_only_the_replaced_loss_has_is_refused_with_its_name(model, loss_class):
-    with pytest.raises(TypeError, match="'hardness_mode'"):
-        loss_class(model, hardness_mode="in_batch_negatives")
 
 
 def train(
@@ -455,24 +431,6 @@ def test_the_encoder_is_probed_after_updates_at_most_every_128_pairs(model, monk
     assert probed_steps == [0, 8, 16, 26, 34]
     for module in model.modules():
         assert module.training
-
-
-@pytest.mark.parametrize("model", [False], indirect=True)
-def test_if_no_step_is_detected_a_warning_says_so_and_drift_is_measured(model, caplog):
-    """The loop changes the weights itself, so torch's hook of optimizers does not run."""
-    warn_once.cache_clear()
-    loss_fn = ContAccumLoss(model, bank_size=64)
-    model.train()
-    for step in range(20):
-        loss_fn(draw_columns(256, step)).backward()
-        for parameter in model.parameters():
-            if parameter.grad is not None:
-                parameter.data -= 0.1 * parameter.grad
-        model.zero_grad()
-    assert caplog.text.count("no optimizer step was detected in 4,096 pairs") == 1
-    drift_probe = loss_fn.info_nce.compensation.probe
-    assert len(drift_probe.pairs) > 2
-    assert drift_probe.compute_residuals().min() > 0
 
 
 def test_probing_uses_no_random_number_and_restores_the_modes_of_modules():
