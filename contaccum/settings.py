@@ -752,12 +752,17 @@ def replace(settings: AnySettings, **changes: Any) -> AnySettings:
     return dataclasses.replace(settings, **changes)
 
 
+def uses(method: str, name: str) -> bool:
+    """Return True if a method uses a setting; all methods use those of transformers."""
+    setting = Settings.__dataclass_fields__.get(name)
+    return setting is None or method in setting.metadata["methods"]
+
+
 def for_method(settings: Settings, method: str, **changes: Any) -> Settings:
     """Return the settings for another method, with ``changes``, and without those it ignores."""
     unused = {}
     for setting in fields(settings):
-        metadata = setting.metadata
-        if method not in metadata["methods"] or metadata["needs"] in unused:
+        if not uses(method, setting.name) or setting.metadata["needs"] in unused:
             unused[setting.name] = get_default(setting)
     return replace(settings, **{**unused, **changes, "method": method})
 

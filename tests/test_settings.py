@@ -31,6 +31,7 @@ from contaccum.settings import (
     require_complete,
     to_dict,
     to_yaml,
+    uses,
 )
 
 CONFIGS = Path(__file__).parents[1] / "configs"
@@ -238,8 +239,8 @@ def test_settings_for_another_method_lose_what_it_does_not_use():
 
 
 def test_fields_say_which_methods_use_a_setting_and_who_sets_it():
-    assert "bank_size" in find("methods", WITH_BANK)
-    assert "learning_rate" in find("methods", METHODS)
+    assert [method for method in METHODS if uses(method, "bank_size")] == list(WITH_BANK)
+    assert uses("query_side", "learning_rate") and uses("query_side", "weight_decay")
     assert {"train_data", "output_dir", "similarity"} < find("set_by_fit").keys()
     assert "bank_size" in find("on_change", "restart")
     assert "max_steps" in find("on_change", "continue")
