@@ -154,6 +154,7 @@ def test_every_micro_step_equals_the_dense_loss(settings, bank_size, ids, has_pr
         assert bool(loss.isfinite()) == bool(expected.isfinite()) == is_finite
         assert loss_fn.last["bank_fill"] == len(reference.history) - reference.oldest_in_use
         if is_finite:
+            assert loss_fn.last["masked"].item() == pytest.approx(reference.masked_share, abs=1e-6)
             loss.backward()
             expected.backward()
             errors = compute_relative_errors(loss, ours, expected, dense)
