@@ -393,10 +393,8 @@ class BankedInfoNCE(nn.Module):
     ) -> None:
         # A new module has no bank yet, because its embedding size is unknown. The buffers of the
         # state can only be loaded once a bank, means and a probe of their shapes exist.
-        state = {}
-        for key, value in state_dict.items():
-            if key.startswith(prefix):
-                state[key.removeprefix(prefix)] = value
+        names = [name for name in state_dict if name.startswith(prefix)]
+        state = {name.removeprefix(prefix): state_dict[name] for name in names}
         if "bank.documents" in state:
             self._make_buffers_like(state)
         super()._load_from_state_dict(state_dict, prefix, *args, **kwargs)
@@ -412,10 +410,8 @@ class BankedInfoNCE(nn.Module):
             embeddings = state["compensation.probe.embeddings"]  # (measurements, 2, S, d)
             self.compensation.make_probe(embeddings.shape[2:], embeddings.dtype, embeddings.device)
 
-        state_shapes = {}
-        for name, value in state.items():
-            if not name.endswith("_extra_state"):
-                state_shapes[name] = value.shape
+        tensor_names = [name for name in state if not name.endswith("_extra_state")]
+        state_shapes = {name: state[name].shape for name in tensor_names}
         buffer_shapes = {name: buffer.shape for name, buffer in self.named_buffers()}
         numbers = state["bank._extra_state"].tolist()[:2]
         if state_shapes != buffer_shapes or numbers != bank.get_extra_state().tolist()[:2]:

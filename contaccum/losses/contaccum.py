@@ -172,23 +172,22 @@ class ContAccumLoss(ModelLoss):
                 f"similarity_fct={keywords.similarity_fct} is not supported: use cos_sim or "
                 "dot_score of sentence_transformers.util"
             )
+        super().__init__()
         settings = InfoNCESettings(
             temperature=1.0 / keywords.scale,
             similarity=similarities[keywords.similarity_fct],
             **select(keywords, InfoNCESettings),
         )
-        distillation = None
+        self.settings = settings
+        self.distillation: Distillation | None = None
         if keywords.distill is not None:
-            distillation = Distillation(
+            self.distillation = Distillation(
                 keywords.distill,
                 keywords.distill_weight,
                 keywords.distill_temperature,
                 settings.similarity,
                 keywords.scale,
             )
-        super().__init__()
-        self.settings = settings
-        self.distillation = distillation
         # For evaluation, whose loss must not depend on what was trained last. Without a bank, there
         # is no bank of queries either.
         settings_without_bank = dataclasses.replace(settings, bank_size=0, query_bank_size=None)
@@ -465,11 +464,8 @@ class ContAccumLoss(ModelLoss):
                     "weights"
                 )
             prefix = f"{_RANK_PREFIX}{rank()}."
-            state_of_rank = {}
-            for key, value in state.items():
-                if key.startswith(prefix):
-                    state_of_rank[key.removeprefix(prefix)] = value
-            state = state_of_rank
+            names = [name for name in state if name.startswith(prefix)]
+            state = {name.removeprefix(prefix): state[name] for name in names}
         state = self._probe.load_state_dict(state)
         # The keys are "<embedding size>.<name>".
         sizes = {int(key.split(".", 1)[0]) for key in state}

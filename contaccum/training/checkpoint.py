@@ -82,11 +82,8 @@ def load_banks(folder: Path, losses: Iterable[ContAccumLoss]) -> None:
     states = load_file(folder / BANK_FILE)
     for index, loss in enumerate(losses):
         prefix = f"{index}."
-        state = {}
-        for key, value in states.items():
-            if key.startswith(prefix):
-                state[key.removeprefix(prefix)] = value
-        loss.load_bank_state_dict(state)
+        names = [name for name in states if name.startswith(prefix)]
+        loss.load_bank_state_dict({name.removeprefix(prefix): states[name] for name in names})
 
 
 # Removing ----------------------------------------------------------------------------------------
