@@ -73,8 +73,7 @@ WITH_PASSAGES = METHODS[:-1]
 
 Similarity = Literal["cos", "dot"]
 NormalizeBy = Literal["local", "all"]
-DriftCompensationMode = Literal["auto", "mean", "none"]
-GuideMarginStrategy = Literal["absolute", "relative"]
+DriftCompensationMode = Literal["auto", "none"]
 DataFormat = Literal["beir", "dpr", "tevatron", "pairs", "triplets", "csv", "parquet", "hub"]
 Strategy = Literal["no", "steps", "epoch"]
 
@@ -141,12 +140,6 @@ class ModelSettings:
         "Folder or hub name of a SentenceTransformer or of a transformers backbone.",
         is_path=True,
     )
-    guide: str | None = option(
-        None,
-        "A SentenceTransformer whose scores exclude false negatives; it is not trained.",
-        methods=WITH_PASSAGES,
-        is_path=True,
-    )
     tied: bool = option(
         True,
         "False: two encoders. True: one encoder for queries and passages; but a saved model with "
@@ -170,9 +163,6 @@ class ModelSettings:
     )
     dropout: float | None = changeable(
         None, "Dropout of every layer. Default: the model's own. 0 is faster on a CPU.", least=0
-    )
-    freeze_word_embeddings: bool = option(
-        False, "Do not train the word embeddings: half of a small encoder's weights."
     )
     attn_implementation: str | None = changeable(
         None, "Attention: eager, sdpa, ... On a CPU, eager is faster for short texts."
@@ -356,23 +346,6 @@ class LossSettings:
         "Correction of bank entries that an older encoder encoded; see docs/drift.md.",
         methods=WITH_BANK,
     )
-    false_negative_margin: float | None = option(
-        None,
-        "Exclude documents that score higher than the row's positive by more than this.",
-        methods=WITH_PASSAGES,
-    )
-    guide_margin: float = option(
-        0.0,
-        "Exclude documents whose guide score exceeds that of the positive, minus this margin.",
-        methods=WITH_PASSAGES,
-        needs="guide",
-    )
-    guide_margin_strategy: GuideMarginStrategy = option(
-        "absolute",
-        "absolute: the margin is guide_margin. relative: guide_margin x the positive's score.",
-        methods=WITH_PASSAGES,
-        needs="guide",
-    )
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -529,9 +502,6 @@ class Settings(TrainingSettings, DataSettings, ModelSettings):
     """All settings of a training.
 
     ``model``, ``train_data`` and ``output_dir`` may be empty; `require_complete` asks for them.
-
-    Raises:
-        ConfigError: for a value or a combination that cannot work.
     """
 
 
@@ -551,11 +521,7 @@ AnySettings = TypeVar("AnySettings", bound=TrainingSettings)
 
 @dataclass(frozen=True)
 class InfoNCESettings(LossSettings):
-    """Settings of `BankedInfoNCE`, which `contaccum.bank.info_nce` documents: none is left open.
-
-    Raises:
-        ConfigError: for a value or a combination that cannot work.
-    """
+    """Settings of `BankedInfoNCE`, which `contaccum.bank.info_nce` documents: none is left open."""
 
     bank_size: int = DEFAULT_BANK_SIZE
     query_bank_size: int | None = None
@@ -567,14 +533,6 @@ class InfoNCESettings(LossSettings):
 
     def __post_init__(self) -> None:
         check(self)
-
-    @property
-    def moves_entries(self) -> bool:
-        """True if bank entries move along with the mean of their tower's embeddings.
-
-        See `contaccum.bank.drift`.
-        """
-        return self.drift_compensation in ("auto", "mean")
 
 
 # Combinations that cannot work --------------------------------------------------------------------
@@ -671,32 +629,12 @@ REFUSALS: tuple[tuple[type, Callable[[Any], object], str], ...] = (
     ),
     (
         Settings,
-        lambda s: s.blend > 1,
-        "blend={s.blend}: it is a share of the trained weights. Set it between 0 and 1",
-    ),
-    (
-        Settings,
         lambda s: s.merge_adapter and s.push_to_hub,
         "merge_adapter with push_to_hub: the adapter would be uploaded before it is merged. Drop "
         "push_to_hub, and upload the merged folder afterwards",
     ),
 )
 """(class of the settings, condition, message); ``{s.name}`` in a message is a setting's value."""
-
-REMOVED = {
-    "bank_weight": "a banked pair always counts as much as a local one. Drop it",
-    "center_gradients": "drift_compensation=auto centres the passages' gradients. Drop it",
-    "pre_batch": "set method=contaccum and query_bank_size=0",
-    "fresh": "set drift_compensation=auto, which drops the entries that have drifted too far",
-}
-"""{setting or value of earlier configs: what to do}."""
-
-
-def _suggest(word: str, words: Collection[str]) -> str:
-    """Return the end of the error line for an unknown setting or value: what to do."""
-    if word in REMOVED:
-        return f", which is gone: {REMOVED[word]}"
-    return closest(word, words)
 
 
 def check(settings: InfoNCESettings | TrainingSettings) -> None:
@@ -728,8 +666,6 @@ def _check_value(name: str, value: Any, hint: Any, rule: Mapping[str, Any]) -> N
     """Raise `ConfigError` for a value of another type than the field's, or out of its limits."""
     if not _has_type(value, hint):
         choices = get_choices(name)
-        if str(value) in REMOVED:
-            raise ConfigError(f"{name}={value}{_suggest(value, choices)}")
         if choices:
             check_choice(name, value, choices)
         type_name = getattr(hint, "__name__", str(hint))
@@ -807,7 +743,7 @@ def replace(settings: AnySettings, **changes: Any) -> AnySettings:
     others = {}
     for name in changes.keys() - names:
         if name not in get_types_of_transformers():
-            suggestion = _suggest(name, names | get_types_of_transformers().keys())
+            suggestion = closest(name, names | get_types_of_transformers().keys())
             raise ConfigError(f"unknown setting {name!r}{suggestion}")
         others[name] = changes.pop(name)
     if others:
@@ -845,10 +781,7 @@ def list_changed(settings: Any) -> dict[str, Any]:
 
 
 def to_dict(settings: TrainingSettings) -> dict[str, Any]:
-    """Return {name: value} of all settings without their defaults, those of transformers too.
-
-    ``replace(Settings(), **to_dict(settings))`` equals ``settings``.
-    """
+    """Return {name: value} of all changed settings; the arguments of `replace` that make them."""
     changed = list_changed(settings)
     others = changed.pop("transformers", {})
     return {**changed, **others}
@@ -865,10 +798,7 @@ def select(settings: Any, names_of: type) -> dict[str, Any]:
 
 
 def find(key: str, value: Any = True) -> dict[str, Any]:
-    """Return {name: default} of the settings with a value of a key of `option`.
-
-    For example, ``find("on_change", "restart")`` returns all settings that a run must not change.
-    """
+    """Return {name: default} of the settings with a value of a key of `option`."""
     found = {}
     for setting in fields(Settings):
         if setting.metadata[key] == value:
@@ -984,7 +914,7 @@ def read(argv: Sequence[str], command_options: Collection[str] = ()) -> dict[str
     namespace, unknown = parser.parse_known_args(command_line)
     if unknown:
         key = unknown[0].lstrip("-").split("=")[0]
-        suggestion = _suggest(key, actions.keys() | {*command_options})
+        suggestion = closest(key, actions.keys() | {*command_options})
         raise ConfigError(f"unknown key {key!r} on the command line{suggestion}")
     if given.get("trust_remote_code") and "trust_remote_code" not in namespace:
         configs = ", ".join(argv[: len(argv) - len(command_line)])
@@ -1018,11 +948,7 @@ def add_options(parser: argparse.ArgumentParser) -> None:
 
 
 def _add_option(parser: Any, name: str, annotation: str, help_text: str | None = None) -> None:
-    """Add an option to a parser.
-
-    Args:
-        annotation: the type of the values, as it is written in the source.
-    """
+    """Add an option to a parser; ``annotation`` is its type as it is written in the source."""
     types = annotation.split(" | ")
     is_list = types[0].startswith("list[")
     if is_list:
@@ -1066,12 +992,7 @@ _DEFAULTS_NOT_SHOWN = (None, False, "", dataclasses.MISSING)
 
 
 def _read_yaml(name: str, actions: Mapping[str, argparse.Action]) -> dict[str, Any]:
-    """Return {key: value} of a YAML file, with the types of the options in ``actions``.
-
-    Raises:
-        ConfigError: for invalid YAML, with the line; for an unknown key, with the most similar key;
-            for a value that its option cannot have.
-    """
+    """Return {key: value} of a YAML file, with the types of the options in ``actions``."""
     path = Path(name)
     if not path.is_file():
         raise ConfigError(f"{name}: no such config file")
@@ -1089,7 +1010,7 @@ def _read_yaml(name: str, actions: Mapping[str, argparse.Action]) -> dict[str, A
     values: dict[str, Any] = {}
     for key, value in content.items():
         if key not in actions:
-            raise ConfigError(f"unknown key {str(key)!r} in {name}{_suggest(key, actions)}")
+            raise ConfigError(f"unknown key {str(key)!r} in {name}{closest(key, actions)}")
         if value is None:
             continue
         if value is False and key.endswith("_strategy"):
@@ -1113,12 +1034,10 @@ def _convert(value: Any, action: argparse.Action) -> Any:
 
 
 def to_yaml(settings: TrainingSettings | Mapping[str, Any]) -> str:
-    """Return settings as ``key: value`` lines, which `read` can read.
+    """Return settings, or {name: value}, as ``key: value`` lines, which `read` can read.
 
-    ``trust_remote_code`` becomes a comment, because only the command line can set it.
-
-    Args:
-        settings: settings, whose defaults are left out; or {name: value} of those to write.
+    Defaults of settings are left out. ``trust_remote_code`` becomes a comment, because only the
+    command line can set it.
     """
     values = to_dict(settings) if isinstance(settings, TrainingSettings) else dict(settings)
     comment = ""

@@ -17,6 +17,7 @@ from contaccum.data import DATA_FORMATS
 from contaccum.errors import ConfigError
 from contaccum.settings import (
     METHODS,
+    WITH_BANK,
     DataFormat,
     InfoNCESettings,
     Settings,
@@ -150,7 +151,6 @@ def test_a_written_config_says_that_it_needs_the_flag(tmp_path):
         ("model: [", [], r"c\.yaml:1: not valid YAML"),
         ("- a", [], "`key: value`"),
         ("pooling: max", [], "pooling must be one of"),
-        ("bank_weight: 0.5", [], "'bank_weight' in .*which is gone: .*Drop it"),
         ("bank_size: many", [], r"c\.yaml: bank_size cannot be 'many'"),
         ("per_device_train_batch_size: 8.5", [], "a whole number or auto"),
         ("bf16: 2", [], "must be true or false"),
@@ -175,14 +175,11 @@ def test_text_that_cannot_be_read_is_refused(text, arguments, named, tmp_path):
         ({"temperature": 0.0}, "temperature=0.0: it must be above 0"),
         ({"temperature": float("inf")}, "temperature"),
         ({"method": "grad_accum", "bank_size": 128}, "bank_size=128.*contaccum, contaccum_cached"),
-        ({"method": "pre_batch"}, "set method=contaccum and query_bank_size=0"),
-        ({"center_gradients": "both"}, "'center_gradients', which is gone: .*Drop it"),
         ({"method": "in_batch", "gradient_accumulation_steps": 4}, "gradient_accumulation_steps"),
         ({"method": "query_side"}, "passage_store"),
         ({**QUERY_SIDE, "corpus": "b"}, "one of them"),
         ({**QUERY_SIDE, "normalize_by": "all"}, "normalize_by=all"),
         ({**QUERY_SIDE, "matryoshka_dims": [8]}, "matryoshka_dims"),
-        ({**QUERY_SIDE, "guide": "g"}, "guide=g"),
         ({**QUERY_SIDE, "num_hard_negatives": 2}, "num_hard_negatives=2"),
         ({**QUERY_SIDE, "method": "contaccum"}, "passage_store=store"),
         ({**QUERY_SIDE, "fsdp": True}, "fsdp"),
@@ -190,7 +187,6 @@ def test_text_that_cannot_be_read_is_refused(text, arguments, named, tmp_path):
         ({"towers": "one", "tied": False}, "towers=one"),
         ({"towers": "one", "second_stage": "s"}, "towers=one"),
         ({"distill_weight": 2.0}, "without distill"),
-        ({"guide_margin": 0.1}, "without guide"),
         ({"lora_alpha": 8}, "without lora_r"),
         ({**ZERO, "method": "grad_cache"}, "method=grad_cache"),
         ({**ZERO, "fp16": True}, "fp16=true"),
@@ -230,11 +226,11 @@ def test_a_training_from_the_command_line_needs_complete_settings(given, named):
 
 
 def test_settings_for_another_method_lose_what_it_does_not_use():
-    settings = make(bank_size=64, normalize_by="all", guide="g", guide_margin=0.1, seed=1)
+    settings = make(bank_size=64, normalize_by="all", distill="kl", distill_weight=0.1, seed=1)
     assert to_dict(for_method(settings, "grad_accum")) == {
         "method": "grad_accum",
-        "guide": "g",
-        "guide_margin": 0.1,
+        "distill": "kl",
+        "distill_weight": 0.1,
         "seed": 1,
     }
     query_side = for_method(settings, "query_side", passage_store="s")
@@ -243,10 +239,7 @@ def test_settings_for_another_method_lose_what_it_does_not_use():
 
 
 def test_fields_say_which_methods_use_a_setting_and_who_sets_it():
-    assert [method for method in METHODS if uses(method, "bank_size")] == [
-        "contaccum",
-        "contaccum_cached",
-    ]
+    assert [method for method in METHODS if uses(method, "bank_size")] == list(WITH_BANK)
     assert uses("query_side", "learning_rate") and uses("query_side", "weight_decay")
     assert {"train_data", "output_dir", "similarity"} < find("set_by_fit").keys()
     assert "bank_size" in find("on_change", "restart")

@@ -26,28 +26,17 @@ class Diagnostics:
     """Diagnostics of a micro-step, with the bank as it was before the micro-batch was enqueued.
 
     A fresh passage is one of the micro-batch or of the current update; the others are aged.
-
-    Attributes:
-        passages: (n, d).
-        in_batch, against_bank: logits (n, n, 1 + h), own positives masked, and (n, m, 1 + h).
-        invalid: bool (m, 1 + h), see `contaccum.bank.logits.Pairs`; None without a bank.
-        pairs_in_use: numbers of the banked pairs, see `contaccum.bank.memory_bank.MemoryBank`.
-        num_aged: number of aged pairs in use, the oldest ones.
-        local_rows: the losses of the local rows.
-        not_finite: bool scalar, True for a micro-batch that is not finite.
-        afterwards: ``bank_fill`` and ``bank_age`` after the micro-batch was enqueued; empty if it
-            was not.
     """
 
-    passages: Tensor
-    in_batch: Tensor
-    against_bank: Tensor
-    invalid: Tensor | None
-    pairs_in_use: range
-    num_aged: int
+    passages: Tensor  # (n, d)
+    in_batch: Tensor  # logits (n, n, 1 + h), own positives masked
+    against_bank: Tensor  # logits (n, m, 1 + h)
+    invalid: Tensor | None  # bool (m, 1 + h), see `Pairs`; None without a bank
+    pairs_in_use: range  # numbers of the banked pairs, see `MemoryBank`
+    num_aged: int  # aged pairs in use, the oldest ones
     local_rows: RowLosses
-    not_finite: Tensor
-    afterwards: dict[str, int]
+    not_finite: Tensor  # bool scalar, True for a micro-batch that is not finite
+    afterwards: dict[str, int]  # bank_fill and bank_age once it was enqueued; empty if it was not
 
     @property
     def local_loss(self) -> Tensor:

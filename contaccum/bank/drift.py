@@ -11,8 +11,8 @@ to learn than "relevant or not". docs/study.md has the measurements.
   subtracts the current mean from new documents instead, which gives the same loss.)
 - Queries stay as they were stored, and so do their logits. Only the gradient that banked queries
   give to local documents is computed as if they had moved along with the mean of the query tower.
-- With ``drift_compensation="auto"``, entries retire when the residual of the passages has become
-  too large: about `age_limit` entries are in use, rounded to whole blocks of the bank.
+- Entries retire when the residual of the passages has become too large: about `age_limit` entries
+  are in use, rounded to whole blocks of the bank.
 
 `RunningMean` estimates a tower's mean from the micro-batches. `DriftProbe` measures mean shift and
 residual on a few fixed texts, which is far more exact. `DriftCompensation` applies them to the
@@ -109,17 +109,8 @@ class RunningMean(nn.Module):
 class DriftProbe(nn.Module):
     """Measurements of a few fixed texts: their embeddings at several times of training.
 
-    They reach back over the lifetime of an entry, so the residual can be computed for entries of
-    any age.
-
-    Args:
-        shape: (S, d).
-        bank_size: lifetime of an entry: number of pairs after which it is overwritten.
-
-    Attributes:
-        pairs: number of training pairs at the time of each measurement, oldest first.
-        updates: number of updates at the time of each measurement.
-        spacing: smallest number of pairs between stored measurements, except before the latest.
+    They reach back over the lifetime of an entry (``bank_size`` pairs), so the residual can be
+    computed for entries of any age. ``shape`` is (S, d).
     """
 
     embeddings: Tensor  # (measurements, 2, S, d), queries and passages, oldest first
@@ -132,22 +123,20 @@ class DriftProbe(nn.Module):
         device: torch.device | None = None,
     ) -> None:
         super().__init__()
+        # Least number of pairs between stored measurements, except before the latest.
         self.spacing = max(PAIRS_PER_MEAN, bank_size // NUM_INTERVALS + 1)
         # The intervals have one more end than their number; the latest measurement comes on top.
         num_measurements = NUM_INTERVALS + 2
         embeddings = torch.zeros(num_measurements, 2, *shape, dtype=dtype, device=device)
         self.register_buffer("embeddings", embeddings)
-        self.pairs: list[int] = []
-        self.updates: list[int] = []
+        self.pairs: list[int] = []  # number of training pairs at each measurement, oldest first
+        self.updates: list[int] = []  # number of updates at each measurement
 
     @torch.no_grad()
     def observe(self, queries: Tensor, passages: Tensor, update: int, pairs: int) -> Tensor:
         """Store a measurement, and return each tower's mean shift since the last one, (2, d).
 
-        Args:
-            queries, passages: (S, d), the current embeddings of the texts.
-            update: number of updates so far.
-            pairs: number of training pairs so far.
+        Queries and passages are (S, d), the current embeddings of the texts.
         """
         measurement = torch.stack([queries, passages]).to(self.embeddings)  # (2, S, d)
         index = len(self.pairs)
@@ -188,11 +177,8 @@ class DriftProbe(nn.Module):
     def compute_age_limit(self, residuals: Tensor, bound: float = RESIDUAL_BOUND) -> float:
         """Compute the age in pairs at which a tower's residual reaches ``bound``.
 
-        The age is interpolated between measurements. It is infinite if no residual exceeds the
-        bound.
-
-        Args:
-            residuals: (measurements - 1,), the residuals of one tower, oldest first.
+        The age is interpolated between the residuals of one tower, (measurements - 1,), oldest
+        first. It is infinite if none exceeds the bound.
         """
         younger_age = 0.0
         younger_residual = 0.0
@@ -207,8 +193,6 @@ class DriftProbe(nn.Module):
 
     def measure_drift(self, bank_age: int) -> dict[str, float]:
         """Measure the drift over ``bank_age`` updates, the age of the oldest entry in use.
-
-        It reads values from the device.
 
         Returns:
             ``drift_age``, the updates between the two measurements that are compared, and for each
@@ -259,7 +243,7 @@ class DriftCompensation(nn.Module):
 
     Attributes:
         query_mean, passage_mean: `RunningMean` of each tower; None before the first micro-batch,
-            and always unless ``drift_compensation`` is ``"auto"`` or ``"mean"``.
+            and always with ``drift_compensation="none"``.
         probe: `DriftProbe`; None before the first call of `observe`.
         expects_probe: True if `observe` will be called soon; until then the means stay as they
             are. The text loss, which encodes the probe, sets it. It is not part of the state.
@@ -280,13 +264,13 @@ class DriftCompensation(nn.Module):
 
     def make_means(self, dim: int, dtype: torch.dtype, device: torch.device) -> None:
         """Make the running means, at 0, if the settings let entries move."""
-        if self.settings.moves_entries:
+        if self.settings.drift_compensation == "auto":
             self.query_mean = RunningMean(dim, dtype, device)
             self.passage_mean = RunningMean(dim, dtype, device)
 
     @property
     def follows_micro_batches(self) -> bool:
-        """True if the means are estimated from micro-batches, because no probe measures them."""
+        """True if the means are estimated from micro-batches, because there is no probe."""
         return self.probe is None and not self.expects_probe
 
     def compute_means(
@@ -329,10 +313,8 @@ class DriftCompensation(nn.Module):
     def store_means(self, bank: MemoryBank, num_new: int, not_finite: Tensor) -> Tensor | None:
         """Store the means from `compute_means`, and return the query tower's mean, (d,).
 
-        Args:
-            bank: the bank that is about to store the micro-batch with this mean.
-            num_new: n, the number of its pairs.
-            not_finite: bool scalar; if it is True, the means stay as they are.
+        The bank is about to store ``num_new`` pairs with this mean. If the bool scalar
+        ``not_finite`` is True, the means stay as they are.
         """
         if self.query_mean is None or self.passage_mean is None:
             return None
@@ -349,13 +331,10 @@ class DriftCompensation(nn.Module):
         return self.query_mean.mean
 
     def compute_oldest_allowed(self, bank: MemoryBank, num_new: int, clock: UpdateClock) -> int:
-        """Compute the number of the oldest pair that stays in use; older pairs must retire.
+        """Compute the number of the oldest pair that stays in use once ``num_new`` are enqueued.
 
         The bank retires whole blocks, so the number is the start of a block. It is 0 or negative if
         no pair is too old. Clock and bank number the pairs alike.
-
-        Args:
-            num_new: number of pairs that are about to be enqueued.
         """
         num_too_old = bank.total_enqueued + num_new - self.age_limit
         num_blocks_too_old = round(num_too_old / bank.block_size)
@@ -365,12 +344,9 @@ class DriftCompensation(nn.Module):
     def observe(
         self, queries: Tensor, passages: Tensor, clock: UpdateClock, is_shared: bool
     ) -> None:
-        """Move the means by the mean shift of the probe, and set the age limit with ``"auto"``.
+        """Measure the drift; unless ``"none"``, move the means, and set the age limit.
 
-        Args:
-            queries, passages: (S, d), current embeddings of the probe's texts.
-            clock: the update clock of the loss.
-            is_shared: True if all ranks share one bank.
+        Queries and passages are (S, d), current embeddings of the probe's texts.
         """
         if not (queries.isfinite().all() and passages.isfinite().all()):
             return  # means that are not finite would never recover
@@ -379,11 +355,10 @@ class DriftCompensation(nn.Module):
         if probe is None:
             probe = self.make_probe(queries.shape, queries.dtype, queries.device)
         shifts = probe.observe(queries, passages, clock.num_updates, clock.num_pairs)
-        if self.query_mean is not None and self.passage_mean is not None:
-            self.query_mean.mean += shifts[0]
-            self.passage_mean.mean += shifts[1]
-        if self.settings.drift_compensation != "auto":
+        if self.query_mean is None or self.passage_mean is None:
             return
+        self.query_mean.mean += shifts[0]
+        self.passage_mean.mean += shifts[1]
         age_limit = probe.compute_age_limit(probe.compute_residuals()[:, 1])
         self.age_limit = int(min(age_limit, self.settings.bank_size))
         if is_shared:

@@ -24,7 +24,6 @@ passage, then its hard negatives.
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -37,7 +36,6 @@ from contaccum.bank.drift import DriftCompensation
 from contaccum.bank.logits import (
     MASKED,
     PositivesTable,
-    make_guide_embeddings,
     make_pairs,
     stack_ids,
     stack_texts,
@@ -138,7 +136,6 @@ class BankedInfoNCE(nn.Module):
         query_ids: Tensor | None = None,
         passage_ids: Tensor | None = None,
         negative_ids: Tensor | None = None,
-        guide: Sequence[Tensor | None] = (),
     ) -> Tensor:
         """Compute the loss of one micro-batch, a scalar, and enqueue the micro-batch in training.
 
@@ -154,31 +151,24 @@ class BankedInfoNCE(nn.Module):
                 same text; ids of queries are never compared with those of passages and negatives.
                 The two smallest int64 numbers are reserved. With a last dimension of two, a text
                 has two ids, and two texts are the same if either of their ids is equal.
-            guide: embeddings of the same texts by a second, frozen model: (n, g), (n, g),
-                (n, h, g). Pass them with every micro-batch or with none.
 
         Raises:
-            ValueError: for shapes that do not agree, or if the embedding size of the model or of
-                the guide changes.
+            ValueError: for shapes that do not agree, or if the embedding size changes.
         """
         columns = [x for x in (queries, passages, negatives) if x is not None]
-        guide_columns = [x for x in guide if x is not None]
         # The loss stays in float32 or float64 under autocast as well.
         with torch.autocast(queries.device.type, enabled=False):
             texts = stack_texts(columns, may_be_empty=self._is_shared)  # (n, 2 + h, d)
             ids = stack_ids(query_ids, passage_ids, negative_ids, texts)  # (n, 2 + h, 2)
-            guide_texts = None
-            if guide_columns:
-                guide_texts = stack_texts(guide_columns, may_be_empty=True)  # (n, 2 + h, g)
             is_training = self.training and torch.is_grad_enabled()
-            loss, gradient = self._run_micro_step(texts, ids, guide_texts, is_training)
+            loss, gradient = self._run_micro_step(texts, ids, is_training)
         if gradient is None:
             return loss
         return PrecomputedGradient.apply(loss, gradient, texts)
 
     @torch.no_grad()
     def _run_micro_step(
-        self, texts: Tensor, ids: Tensor, guide_texts: Tensor | None, is_training: bool
+        self, texts: Tensor, ids: Tensor, is_training: bool
     ) -> tuple[Tensor, Tensor | None]:
         """Compute the loss and the gradient of ``texts``, and enqueue the micro-batch in training.
 
@@ -194,27 +184,22 @@ class BankedInfoNCE(nn.Module):
         rows_of_this_rank = slice(None)
         if self._is_shared:
             (texts, ids), rows_of_this_rank = gather_rows([texts, ids])
-            if guide_texts is not None:
-                [guide_texts], _ = gather_rows([guide_texts.detach()])
         n = len(texts)
         lengths = None
         if settings.similarity == "cos":
             lengths = torch.linalg.vector_norm(texts, dim=-1, keepdim=True)  # (n, 2 + h, 1)
             lengths = lengths.clamp_min(MIN_LENGTH)
             texts = texts / lengths
-        guide = None
-        if guide_texts is not None:
-            guide = make_guide_embeddings(guide_texts, settings)
 
         # The logits. The bank stores each document minus the mean passage embedding at that time,
         # so that banked documents move along when the mean moves. The current mean is subtracted
         # from local documents too, to make both comparable. If the same vector is subtracted from
         # all documents of a row, the loss of the row does not change.
-        bank = self._prepare_bank(texts, 0 if guide is None else guide.queries.shape[1])
+        bank = self._prepare_bank(texts)
         query_mean, passage_mean = self.compensation.compute_means(
             texts[:, 0], texts[:, 1], is_training
         )
-        local = make_pairs(texts, ids, settings.temperature, passage_mean, guide)
+        local = make_pairs(texts, ids, settings.temperature, passage_mean)
         blocks = score_blocks(local, bank, settings, self.positives)
         pairs_in_use = range(0)
         num_aged = 0
@@ -291,7 +276,7 @@ class BankedInfoNCE(nn.Module):
         """True if all ranks compute one loss, each with the same copy of the bank."""
         return self.settings.gather_across_devices and world_size() > 1
 
-    def _prepare_bank(self, texts: Tensor, guide_dim: int | None) -> MemoryBank | None:
+    def _prepare_bank(self, texts: Tensor) -> MemoryBank | None:
         """Return the bank with room for texts (n, 2 + h, d); None without a bank."""
         if self.settings.bank_size == 0:
             return None
@@ -307,7 +292,7 @@ class BankedInfoNCE(nn.Module):
             if bank.documents.device != texts.device:
                 # The model was moved, or a state was loaded on another device.
                 self.to(texts.device)
-            bank.ensure_shape(dim, num_negatives, guide_dim)
+            bank.ensure_shape(dim, num_negatives)
         return bank
 
     def _make_bank(self, dim: int, dtype: torch.dtype, device: torch.device) -> MemoryBank:
@@ -368,10 +353,9 @@ class BankedInfoNCE(nn.Module):
         Call the method before the first micro-batch, and again after updates; once every 64 to 128
         pairs is enough. A later call within an update counts its entries as encoded by an older
         encoder. The stored mean of each tower is moved as far as the probe's mean has moved since
-        the last call. With ``drift_compensation="auto"`` the call also sets the age limit: entries
-        beyond it retire at the end of the next call in training. The host waits for the device.
-        Ranks that share a bank call it together, each with its own texts; their number S may differ
-        between ranks and be 0.
+        the last call, and the age limit is set: entries beyond it retire at the end of the next
+        call in training. The host waits for the device. Ranks that share a bank call it together,
+        each with its own texts; their number S may differ between ranks and be 0.
 
         Args:
             queries, passages: (S, d), encoded without dropout by the current encoder.
@@ -391,7 +375,7 @@ class BankedInfoNCE(nn.Module):
             texts = texts.to(self.bank.documents.device)
         if self.settings.similarity == "cos":
             texts = normalize(texts, dim=-1)
-        if self._prepare_bank(texts, guide_dim=None) is not None:
+        if self._prepare_bank(texts) is not None:
             self.compensation.observe(texts[:, 0], texts[:, 1], self.clock, self._is_shared)
 
     # The state ------------------------------------------------------------------------------------
@@ -409,44 +393,29 @@ class BankedInfoNCE(nn.Module):
     ) -> None:
         # A new module has no bank yet, because its embedding size is unknown. The buffers of the
         # state can only be loaded once a bank, means and a probe of their shapes exist.
-        state = {}
-        for key, value in state_dict.items():
-            if key.startswith(prefix):
-                state[key.removeprefix(prefix)] = value
+        names = [name for name in state_dict if name.startswith(prefix)]
+        state = {name.removeprefix(prefix): state_dict[name] for name in names}
         if "bank.documents" in state:
             self._make_buffers_like(state)
         super()._load_from_state_dict(state_dict, prefix, *args, **kwargs)
 
     def _make_buffers_like(self, state: dict[str, Tensor]) -> None:
-        """Make the bank, the means and the probe with the shapes of a state's tensors.
-
-        Raises:
-            ConfigError: if the settings of this module make buffers of other shapes.
-        """
+        """Make the bank, the means and the probe with the shapes of a state's tensors."""
         documents = state["bank.documents"]
         num_documents, dim = documents.shape[1:]
-        guide_dim = 0
-        if "bank.guide.documents" in state:
-            guide_dim = state["bank.guide.documents"].shape[2]
         bank = self._make_bank(dim, documents.dtype, documents.device)
-        bank.ensure_shape(dim, num_documents - 1, guide_dim)
+        bank.ensure_shape(dim, num_documents - 1)
         self.compensation.probe = None
         if "compensation.probe.embeddings" in state:
             embeddings = state["compensation.probe.embeddings"]  # (measurements, 2, S, d)
             self.compensation.make_probe(embeddings.shape[2:], embeddings.dtype, embeddings.device)
 
-        state_shapes = {}
-        for name, value in state.items():
-            if not name.endswith("_extra_state"):
-                state_shapes[name] = value.shape
+        tensor_names = [name for name in state if not name.endswith("_extra_state")]
+        state_shapes = {name: state[name].shape for name in tensor_names}
         buffer_shapes = {name: buffer.shape for name, buffer in self.named_buffers()}
-        *numbers, num_pairs, _ = state["bank._extra_state"].tolist()
-        expected_numbers = bank.get_extra_state().tolist()[:2]
-        # An earlier version of contaccum had another state of the clock.
-        has_other_clock = num_pairs != int(state["_extra_state"][0])
-        if state_shapes != buffer_shapes or numbers != expected_numbers or has_other_clock:
+        numbers = state["bank._extra_state"].tolist()[:2]
+        if state_shapes != buffer_shapes or numbers != bank.get_extra_state().tolist()[:2]:
             raise ConfigError(
                 "this state was saved with another bank_size, query_bank_size, temperature or "
-                "drift_compensation, or by an earlier version: load it into a loss with the "
-                "settings of the saved one"
+                "drift_compensation: load it into a loss with the settings of the saved one"
             )

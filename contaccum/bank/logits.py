@@ -8,9 +8,8 @@ A false negative of a row is a copy of its positive, or another document that is
 to its query.
 
 Letters in shapes: n pairs in the micro-batch, r pairs whose queries are rows, c pairs whose
-documents are columns, h hard negatives per query, d the embedding size, g the embedding size of a
-guide. The texts of a pair are its query, its positive passage, then its hard negatives; its
-documents are all but the query.
+documents are columns, h hard negatives per query, d the embedding size. The texts of a pair are its
+query, its positive passage, then its hard negatives; its documents are all but the query.
 """
 
 from __future__ import annotations
@@ -20,7 +19,7 @@ from typing import NamedTuple
 
 import torch
 from torch import Tensor
-from torch.nn.functional import normalize, pad
+from torch.nn.functional import pad
 
 from contaccum.settings import InfoNCESettings
 
@@ -57,15 +56,6 @@ class Pairs(NamedTuple):
     positive_logits: Tensor  # (n,), logit of each query and its own positive
     # bool (n, 1 + h), True for padding, retired and non-finite documents; None if there are none
     invalid: Tensor | None = None
-    guide: GuideEmbeddings | None = None
-
-
-class GuideEmbeddings(NamedTuple):
-    """L2-normalised embeddings of the texts of `Pairs` by a guide, a second, frozen model."""
-
-    queries: Tensor  # (n, g)
-    documents: Tensor  # (n, 1 + h, g)
-    ceilings: Tensor  # (n,), a document with a cosine above its row's ceiling is a false negative
 
 
 def stack_texts(columns: Sequence[Tensor], may_be_empty: bool = False) -> Tensor:
@@ -146,15 +136,10 @@ def make_pairs(
     ids: Tensor,
     temperature: float,
     passage_mean: Tensor | None = None,
-    guide: GuideEmbeddings | None = None,
 ) -> Pairs:
-    """Make `Pairs` of a micro-batch.
+    """Make `Pairs` of a micro-batch: texts (n, 2 + h, d) without a gradient, with their ids.
 
-    Args:
-        texts: (n, 2 + h, d), without a gradient, as they are scored.
-        ids: int64 (n, 2 + h, IDS_PER_TEXT), from `stack_ids`.
-        temperature: divisor of the similarities.
-        passage_mean: (d,), vector that is subtracted from the documents, or None.
+    The vector ``passage_mean``, (d,), is subtracted from the documents.
     """
     queries = texts[:, 0]
     documents = texts[:, 1:]
@@ -166,25 +151,7 @@ def make_pairs(
         query_ids=ids[:, 0].T,
         document_ids=ids[:, 1:].movedim(-1, 0),
         positive_logits=(queries * documents[:, 0]).sum(1) / temperature,
-        guide=guide,
     )
-
-
-def make_guide_embeddings(texts: Tensor, settings: InfoNCESettings) -> GuideEmbeddings:
-    """L2-normalise guide embeddings, (n, 2 + h, g), and compute the ceiling of each row.
-
-    With c the guide's cosine of a row's query and its own positive, the ceiling is
-    c - ``guide_margin``, or c - ``guide_margin`` * |c| if the margin is relative (GISTEmbed, arXiv
-    2402.16829).
-    """
-    texts = normalize(texts, dim=-1)
-    queries = texts[:, 0]
-    documents = texts[:, 1:]
-    positive_cosines = (queries * documents[:, 0]).sum(1)  # (n,)
-    margins = torch.full_like(positive_cosines, settings.guide_margin)
-    if settings.guide_margin_strategy == "relative":
-        margins = settings.guide_margin * positive_cosines.abs()
-    return GuideEmbeddings(queries, documents, ceilings=positive_cosines - margins)
 
 
 def masked_logits(
@@ -196,16 +163,13 @@ def masked_logits(
     """Score the queries of ``rows`` (r pairs) against the documents of ``columns`` (c pairs).
 
     The logit is the inner product of query and document, divided by the temperature. It is `MASKED`
-    if the document is not valid, or is a false negative of the row: by the ids of the texts, by the
-    table of positives, by its logit (``false_negative_margin``) or by the guide. If ``rows`` and
-    ``columns`` are the same object, a row's own positive is masked too: it is no negative, and
-    `Pairs` has its logit.
+    if the document is not valid or, with ``mask_duplicates``, is a false negative of the row: by
+    the ids of the texts or by the table of positives. If ``rows`` and ``columns`` are the same
+    object, a row's own positive is masked too: it is no negative, and `Pairs` has its logit.
 
     A mask depends on one query and one document only, and is made when the two are first scored
     against each other. The bank keeps the masked logits in its log-sums, so a mask must never
     change later.
-
-    The table of positives is used only with ``mask_duplicates``.
 
     Returns:
         (r, c, 1 + h).
@@ -214,25 +178,12 @@ def masked_logits(
     products = _compute_inner_products(rows.queries, documents, settings.temperature)
     logits = products.unflatten(1, columns.documents.shape[:2])  # (r, c, 1 + h)
 
-    # Each mask is bool (r, c, 1 + h), or (c, 1 + h). The rules need the logits before any of them
-    # is masked, so the masks are collected first.
-    masks = []
     if settings.mask_duplicates:
-        masks.append(find_duplicates(rows, columns))
+        logits.masked_fill_(find_duplicates(rows, columns), MASKED)
         if positives is not None:
-            masks.append(positives.find_listed(rows, columns))
-    if settings.false_negative_margin is not None:
-        # The margin is one of similarities, the logits are divided by the temperature.
-        ceilings = rows.positive_logits + settings.false_negative_margin / settings.temperature
-        masks.append(logits > ceilings[:, None, None])
-    if rows.guide is not None and columns.guide is not None:
-        cosines = rows.guide.queries @ columns.guide.documents.flatten(0, 1).T  # (r, c * (1 + h))
-        is_above_ceiling = cosines > rows.guide.ceilings[:, None]
-        masks.append(is_above_ceiling.unflatten(1, columns.documents.shape[:2]))
+            logits.masked_fill_(positives.find_listed(rows, columns), MASKED)
     if columns.invalid is not None:
-        masks.append(columns.invalid)
-    for mask in masks:
-        logits.masked_fill_(mask, MASKED)
+        logits.masked_fill_(columns.invalid, MASKED)
     if rows is columns:
         logits[:, :, 0].fill_diagonal_(MASKED)
     return logits
@@ -254,11 +205,7 @@ def _compute_inner_products(queries: Tensor, documents: Tensor, temperature: flo
 
 
 def find_duplicates(rows: Pairs, columns: Pairs) -> Tensor:
-    """Find copies of a row's own positive, and the positives of pairs with the same query, by ids.
-
-    Returns:
-        bool (r, c, 1 + h).
-    """
+    """Find copies of a row's own positive, and positives of the same query: bool (r, c, 1 + h)."""
     positive_ids = rows.document_ids[:, :, 0]
     row_keys = torch.cat([positive_ids, rows.query_ids])  # (2 * IDS_PER_TEXT, r)
     # Two missing ids are not equal.
@@ -295,11 +242,7 @@ class PositivesTable:
         self.queries_by_passage = _SortedLists(passage_ids, query_ids)
 
     def find_listed(self, rows: Pairs, columns: Pairs) -> Tensor:
-        """Find documents that the table lists as positives of a row's query.
-
-        Returns:
-            bool (r, c, 1 + h).
-        """
+        """Find documents that are listed as positives of a row's query: bool (r, c, 1 + h)."""
         query_ids = rows.query_ids[0]  # (r,)
         document_ids = columns.document_ids[0].flatten()  # (c * (1 + h),)
         # A lookup copies one list per key, so the side with fewer texts provides the keys.

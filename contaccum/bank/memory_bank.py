@@ -13,8 +13,8 @@ block at a time, which resets one row of the table. Nothing is ever subtracted, 
 precision. The host never waits for a GPU.
 
 Letters in shapes: n pairs in the micro-batch, m slots in the bank, q slots for queries (m, or 0
-without a query bank), h hard negatives per query, d the embedding size, g the embedding size of a
-guide. A pair's documents are its passage, then its hard negatives.
+without a query bank), h hard negatives per query, d the embedding size. A pair's documents are its
+passage, then its hard negatives.
 
 Source: Kim, Lee and Kang, NeurIPS 2024 (arXiv 2406.12356), section 3.2; the table is ours.
 """
@@ -32,7 +32,6 @@ from contaccum.bank.logits import (
     IDS_PER_TEXT,
     MASKED,
     NO_ID,
-    GuideEmbeddings,
     Pairs,
     PositivesTable,
     masked_logits,
@@ -163,7 +162,6 @@ class MemoryBank(nn.Module):
         add_buffer("block_log_sums", (self.num_blocks, num_queries), MASKED, dtype)
         add_buffer("total_log_sums", (num_queries,), MASKED, dtype)
         add_buffer("query_means", (num_queries // self.pairs_per_mean, dim), 0, dtype)
-        self.guide: GuideRing | None = None
         self.total_enqueued = 0
         self.oldest_in_use = 0
 
@@ -197,13 +195,6 @@ class MemoryBank(nn.Module):
     def pairs(self) -> Pairs:
         """The pairs of the filled slots. Apart from ``invalid``, they are views of the bank."""
         num_slots = self.num_filled_slots
-        guide = None
-        if self.guide is not None:
-            guide = GuideEmbeddings(
-                queries=self.guide.queries[:num_slots],
-                documents=self.guide.documents[:num_slots],
-                ceilings=self.guide.ceilings[:num_slots],
-            )
         return Pairs(
             queries=self.queries[:num_slots],
             documents=self.documents[:num_slots],
@@ -211,7 +202,6 @@ class MemoryBank(nn.Module):
             document_ids=self.document_ids[:, :num_slots],
             positive_logits=self.positive_logits[:num_slots],
             invalid=~self.valid[:num_slots],
-            guide=guide,
         )
 
     @property
@@ -219,40 +209,23 @@ class MemoryBank(nn.Module):
         """Logsumexp of each filled slot's query over all banked negatives in use."""
         return self.total_log_sums[: self.num_filled_slots]
 
-    def ensure_shape(self, dim: int, hard_negatives: int, guide_dim: int | None = None) -> None:
-        """Check the embedding sizes, and make room for more hard negatives per pair if needed.
-
-        Args:
-            dim: embedding size of the next micro-batch.
-            hard_negatives: hard negatives per pair of the next micro-batch.
-            guide_dim: embedding size g of the guide, 0 without a guide, None to skip the check.
+    def ensure_shape(self, dim: int, hard_negatives: int) -> None:
+        """Make room for the hard negatives per pair of the next micro-batch, if there are more.
 
         Raises:
-            ValueError: for an embedding size other than d, or if the guide's embedding size
-                changes while pairs are stored.
+            ValueError: for an embedding size other than d.
         """
         if dim != self.dim:
             raise ValueError(
                 f"embeddings of size {dim} do not fit a bank of size {self.dim}: "
                 "make a separate loss or bank for each embedding size"
             )
-        stored_guide_dim = 0 if self.guide is None else self.guide.documents.shape[2]
-        if guide_dim is not None and guide_dim != stored_guide_dim:
-            if self.total_enqueued > 0:
-                raise ValueError(
-                    f"guide embeddings of size {guide_dim} do not fit a bank with guide embeddings "
-                    f"of size {stored_guide_dim} (0 means no guide): use the same guide for all "
-                    "micro-batches, or start with an empty bank"
-                )
-            self.guide = None if guide_dim == 0 else GuideRing(self, guide_dim)
         missing = 1 + hard_negatives - self.documents.shape[1]
         if missing <= 0:
             return
         self.documents = pad(self.documents, (0, 0, 0, missing))
         self.document_ids = pad(self.document_ids, (0, missing), value=NO_ID)
         self.valid = pad(self.valid, (0, missing))
-        if self.guide is not None:
-            self.guide.documents = pad(self.guide.documents, (0, 0, 0, missing))
 
     @torch.no_grad()
     def append(
@@ -269,7 +242,6 @@ class MemoryBank(nn.Module):
         bank's h are dropped. New pairs below ``oldest_in_use`` are not stored.
 
         Args:
-            local: the micro-batch.
             blocks: logits of the micro-batch, from `score_blocks`.
             not_finite: bool scalar on the bank's device; True stores zeros that are not valid.
             retire_before: pairs with a smaller number retire, even if there is room for them.
@@ -338,24 +310,12 @@ class MemoryBank(nn.Module):
             positive_logits = local.positive_logits[positions].masked_fill(not_finite, 0)
             self.queries.index_copy_(0, slots, queries)
             self.positive_logits.index_copy_(0, slots, positive_logits)
-        if self.guide is not None and local.guide is not None:
-            num_documents = min(local.documents.shape[1], self.documents.shape[1])
-            documents = local.guide.documents[positions, :num_documents]
-            self.guide.documents[slots, :num_documents] = documents.to(self.guide.documents)
-            if self.has_queries:
-                queries = local.guide.queries[positions]
-                ceilings = local.guide.ceilings[positions]
-                self.guide.queries[slots] = queries.to(self.guide.queries)
-                self.guide.ceilings[slots] = ceilings.to(self.guide.ceilings)
 
     @torch.no_grad()
     def retire_before(self, number: int) -> list[int]:
-        """Retire every block that holds a pair with a smaller number.
+        """Retire every block that holds a pair with a smaller number; return their ring indices.
 
         With blocks of 2 pairs, ``retire_before(3)`` retires pairs 0 to 3.
-
-        Returns:
-            The indices of the retired blocks in the ring.
         """
         first_block = self.oldest_in_use // self.block_size
         end_block = max(_divide_rounding_up(number, self.block_size), first_block)
@@ -371,10 +331,9 @@ class MemoryBank(nn.Module):
         return ring_blocks
 
     def _split_into_blocks(self, first: int, end: int) -> Iterator[tuple[int, slice]]:
-        """Split the new pairs with the numbers ``first`` to ``end`` - 1 at the bounds of blocks.
+        """Yield a block's index in the ring, and its positions in the micro-batch, block by block.
 
-        Yields:
-            The index of a block in the ring, and its positions in the micro-batch.
+        The new pairs have the numbers ``first`` to ``end`` - 1.
         """
         while first < end:
             block = first // self.block_size
@@ -391,23 +350,6 @@ class MemoryBank(nn.Module):
     def set_extra_state(self, state: Tensor) -> None:
         """Restore the counters; `BankedInfoNCE` compares the other numbers."""
         self.total_enqueued, self.oldest_in_use = map(int, state[2:])
-
-
-class GuideRing(nn.Module):
-    """Guide embeddings of the pairs in a bank, in the same slots; see `GuideEmbeddings`."""
-
-    queries: Tensor  # (q, g)
-    documents: Tensor  # (m, 1 + h, g)
-    ceilings: Tensor  # (q,)
-
-    def __init__(self, bank: MemoryBank, guide_dim: int) -> None:
-        super().__init__()
-        num_queries = len(bank.queries)
-        num_slots, num_documents, _ = bank.documents.shape
-        new_zeros = bank.documents.new_zeros
-        self.register_buffer("queries", new_zeros(num_queries, guide_dim))
-        self.register_buffer("documents", new_zeros(num_slots, num_documents, guide_dim))
-        self.register_buffer("ceilings", new_zeros(num_queries))
 
 
 def _divide_rounding_up(number: int, divisor: int) -> int:

@@ -36,9 +36,8 @@ class RowLosses(NamedTuple):
 def compute_row_losses(negative_log_sums: Tensor, positive_logits: Tensor) -> RowLosses:
     """Compute the losses log(1 + exp(D_i)) of r rows, with the differences D.
 
-    Args:
-        negative_log_sums: (r,), logsumexp of the logits of each row's negatives.
-        positive_logits: (r,), logit of each row's positive.
+    The arguments are (r,): the logsumexp of the logits of each row's negatives, and the logit of
+    its positive.
     """
     # The difference is taken before the exponential: the softmax probability of a positive, minus
     # 1, would be nothing but rounding error once its row is almost solved.
@@ -63,9 +62,6 @@ def compute_row_gradients(
     these probabilities, which is sigmoid(D) and stays exact in a row that is almost solved.
 
     Args:
-        local, blocks: the micro-batch, and its logits.
-        local_rows: the losses of the n local rows.
-        banked_rows: the losses of the m banked rows; None without banked queries.
         query_drift: (runs, d), movement of the query tower's mean since the queries of each run
             of banked rows were stored; None for no movement. The gradient of local documents is
             computed with stored query + drift. The logits are those of the stored queries, so that

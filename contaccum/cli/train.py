@@ -64,9 +64,7 @@ def run(argv: Sequence[str]) -> int:
 
 def _require_files(settings: Settings) -> None:
     """Refuse models and data that the training would refuse, before torch is imported."""
-    for model in (settings.model, settings.guide):
-        if model is not None:
-            require_model(model)
+    require_model(settings.model)
     common = {
         "data_format": settings.data_format,
         "split": settings.split,

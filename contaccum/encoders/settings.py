@@ -145,12 +145,12 @@ def lower_default_lengths(model: nn.Module) -> None:
 def configure(
     model: nn.Module,
     dropout: float | None = None,
-    freeze_word_embeddings: bool = False,
     attn_implementation: str | None = None,
 ) -> None:
     """Apply the settings of these names; None changes nothing.
 
-    Raises `ConfigError` if a backbone does not have what is set.
+    Raises:
+        ConfigError: if a backbone does not support the implementation of attention.
     """
     if dropout is not None:
         for module in model.modules():
@@ -161,13 +161,6 @@ def configure(
                 if isinstance(getattr(module, name, None), float):
                     setattr(module, name, dropout)
     pretrained_models = [x for x in model.modules() if isinstance(x, PreTrainedModel)]
-    if freeze_word_embeddings:
-        if not pretrained_models:
-            raise ConfigError(
-                "freeze_word_embeddings needs a transformers backbone; this model has none"
-            )
-        for pretrained_model in pretrained_models:
-            pretrained_model.get_input_embeddings().weight.requires_grad_(False)
     if attn_implementation is not None:
         try:
             for pretrained_model in pretrained_models:

@@ -10,8 +10,7 @@ micro-batches whose gradients are accumulated. For each micro-batch a loss
 3. encodes the columns, and calls `contaccum.bank.info_nce.BankedInfoNCE` for the loss, which has
    the formula.
 
-Letters in shapes: n pairs in the micro-batch, h hard negatives per query, d the embedding size, g
-the embedding size of a guide.
+Letters in shapes: n pairs in the micro-batch, h hard negatives per query, d the embedding size.
 """
 
 from __future__ import annotations
@@ -42,7 +41,6 @@ from contaccum.distributed import gather_states, rank, world_size
 from contaccum.encoders.dual_encoder import SIMILARITY_NAMES
 from contaccum.errors import ConfigError, check_choice, warn_once
 from contaccum.losses.distillation import Distillation
-from contaccum.losses.guide import Guide
 from contaccum.losses.model_loss import ModelLoss
 from contaccum.losses.probe import EncoderProbe
 from contaccum.losses.text_ids import combine_ids, content_ids
@@ -92,7 +90,6 @@ class LossKeywords(DistillationSettings, LossSettings, _Model):
     similarity_fct: Callable[[Tensor, Tensor], Tensor] = cos_sim
     gather_across_devices: bool = False
     _: KW_ONLY
-    guide: SentenceTransformer | None = None
     pairs_per_update: int | None = None
 
 
@@ -122,9 +119,6 @@ class ContAccumLoss(ModelLoss):
         similarity_fct: ``sentence_transformers.util.cos_sim`` or ``dot_score``.
         gather_across_devices: True: all ranks share one bank, and the loss is that of the pairs of
             all ranks. False: each rank has its own bank.
-        guide: a frozen SentenceTransformer that finds false negatives, as in GISTEmbedLoss.
-            ``margin`` and ``margin_strategy`` of GISTEmbedLoss are called ``guide_margin`` and
-            ``guide_margin_strategy`` here.
         pairs_per_update: number of training pairs per update, over which the gradients of passages
             are centred (docs/drift.md). None centres each micro-batch by itself.
 
@@ -142,8 +136,6 @@ class ContAccumLoss(ModelLoss):
         - With ``bank_size=0`` and a batch without duplicates, the loss equals
           `MultipleNegativesRankingLoss` with the same ``scale``. Other directions than from
           queries to documents, and hardness weights, are not supported.
-        - With a ``guide`` as well, it equals `GISTEmbedLoss` with the temperature 1 / ``scale``,
-          ``contrast_anchors=False`` and ``contrast_positives=False``.
         - In training the loss is a sum over banked queries too: a trainer's log shows many times
           the loss of `MultipleNegativesRankingLoss`, and it grows while the bank fills.
           ``loss.last["local_loss"]`` is the mean over the queries of the last micro-batch.
@@ -180,27 +172,22 @@ class ContAccumLoss(ModelLoss):
                 f"similarity_fct={keywords.similarity_fct} is not supported: use cos_sim or "
                 "dot_score of sentence_transformers.util"
             )
+        super().__init__()
         settings = InfoNCESettings(
             temperature=1.0 / keywords.scale,
             similarity=similarities[keywords.similarity_fct],
             **select(keywords, InfoNCESettings),
         )
-        distillation = None
+        self.settings = settings
+        self.distillation: Distillation | None = None
         if keywords.distill is not None:
-            distillation = Distillation(
+            self.distillation = Distillation(
                 keywords.distill,
                 keywords.distill_weight,
                 keywords.distill_temperature,
                 settings.similarity,
                 keywords.scale,
             )
-        guide = None
-        if keywords.guide is not None:
-            guide = Guide(keywords.model, keywords.guide)
-        super().__init__()
-        self.settings = settings
-        self.distillation = distillation
-        self.guide = guide
         # For evaluation, whose loss must not depend on what was trained last. Without a bank, there
         # is no bank of queries either.
         settings_without_bank = dataclasses.replace(settings, bank_size=0, query_bank_size=None)
@@ -211,7 +198,7 @@ class ContAccumLoss(ModelLoss):
         self.model = keywords.model  # the last line, because it calls `start_with_model`
 
     def start_with_model(self, model: SentenceTransformer) -> None:
-        """Make empty banks and a new probe, and let the guide read the tokens of the model.
+        """Make empty banks and a new probe.
 
         Raises:
             ConfigError: for a model that compares embeddings neither by cosine nor by dot product.
@@ -228,16 +215,15 @@ class ContAccumLoss(ModelLoss):
                     f"embeddings by {model_similarity!r}: set similarity_fct of the loss or "
                     "similarity_fn_name of the model"
                 )
-        if self.guide is not None:
-            self.guide = Guide(model, self.guide.model)
         # One BankedInfoNCE per embedding size, for training; the key is the size.
         self.info_nces: nn.ModuleDict = nn.ModuleDict()
         # If drift compensation moves banked embeddings along with the mean embedding, the probe
         # measures how far the mean has moved.
         self._probe = EncoderProbe(
-            model, self.settings.moves_entries, self.settings.gather_across_devices
+            model,
+            is_used=self.settings.drift_compensation == "auto",
+            gathers=self.settings.gather_across_devices,
         )
-        self._guide_embeddings: list[Tensor] | None = None
         self._pairs_in_update: int | None = None
         self._has_seen_ids = False
 
@@ -262,16 +248,14 @@ class ContAccumLoss(ModelLoss):
         self._require_columns(features)
         self._encode_probe_if_due(features)
         ids = self._compute_ids(features, labels)
-        guide_embeddings = self._compute_guide_embeddings(features)
         embeddings = embed_columns(self.model, features)  # (n, d) of each column
-        return self.compute_loss_from_embeddings(embeddings, labels, ids, guide_embeddings)
+        return self.compute_loss_from_embeddings(embeddings, labels, ids)
 
     def compute_loss_from_embeddings(
         self,
         embeddings: list[Tensor],
         labels: Tensor | None = None,
         ids: Sequence[Tensor | None] | None = None,
-        guide: Sequence[Tensor] | None = None,
     ) -> Tensor:
         """Compute the loss of embedded columns.
 
@@ -283,36 +267,21 @@ class ContAccumLoss(ModelLoss):
             ids: ids of the texts of each column: int64 (n, 2), a label id and a hash of the tokens,
                 from `combine_ids`; or (n,), the hashes of `content_ids` alone, by which no
                 positives of `set_known_positives` are found. Without ids no duplicates are masked.
-            guide: guide embeddings of the columns, (n, g) each; required if the loss has a guide.
-
-        Raises:
-            ConfigError: if the loss has a guide and ``guide`` is None.
         """
-        if self.guide is not None and guide is None:
-            raise ConfigError(
-                "guide: compute_loss_from_embeddings gets no texts for the guide to embed; "
-                "pass guide=loss.guide.embed(sentence_features)"
-            )
         if ids is None:
             ids = [None] * len(embeddings)
         loss_fn = self._without_bank
         if self._is_training:
             loss_fn = self._get_or_make_info_nce(embeddings[0].shape[-1])
-        device = embeddings[0].device
-        guide_embeddings: list[Tensor | None] = []
-        if guide is not None:
-            # The guide may be on another device. (n, g), (n, g), (n, h, g)
-            guide_embeddings = _stack_negatives([x.to(device) for x in guide])
         # BankedInfoNCE takes queries, positives and negatives, then the ids of each of the three.
         columns = _stack_negatives(embeddings)  # (n, d), (n, d), (n, h, d)
         ids_of_columns = _stack_negatives(ids)  # (n, 2), (n, 2), (n, h, 2)
-        loss = loss_fn(*columns, *ids_of_columns, guide=guide_embeddings)
+        loss = loss_fn(*columns, *ids_of_columns)
         if self.distillation is not None and self._is_training:
             loss = loss + self.distillation(embeddings, labels)
         return loss
 
     def _require_columns(self, features: list[dict[str, Any]]) -> None:
-        """Refuse a call without positives, and losses that call this one once per layer."""
         if len(features) < 2:
             raise ValueError(
                 f"{type(self).__name__} needs (anchor, positive, ...) columns, got {len(features)}"
@@ -326,12 +295,21 @@ class ContAccumLoss(ModelLoss):
             )
 
     def _encode_probe_if_due(self, features: list[dict[str, Any]]) -> None:
-        """Encode the drift probe if it is due, and pass it to the loss of every size."""
-        if not self._uses_bank or self._is_matryoshka_replay:
+        # MatryoshkaLoss calls the loss on the same micro-batch once per embedding size. It has then
+        # replaced a method by a decorator that cuts the embeddings to the size: the forward method
+        # of the model, which keeps the embeddings of the first call in a cache, or `calculate_loss`
+        # of a loss with a gradient cache.
+        forward: object = self.model.forward
+        is_repeated = isinstance(forward, ForwardDecorator) and bool(forward.cache)
+        if not self._uses_bank or is_repeated:
             return
+        calculate_loss = vars(self).get("calculate_loss")
+        is_inside_matryoshka = isinstance(forward, ForwardDecorator) or isinstance(
+            calculate_loss, CachedLossDecorator
+        )
         loss_fns = self._get_info_nces()
         clock = None if self.info_nce is None else self.info_nce.clock
-        if self._probe.encode_if_due(features, clock, self._is_inside_matryoshka):
+        if self._probe.encode_if_due(features, clock, is_inside_matryoshka):
             for size, loss_fn in loss_fns.items():
                 self._probe.pass_to_loss(loss_fn, size)
         for loss_fn in loss_fns.values():
@@ -372,15 +350,6 @@ class ContAccumLoss(ModelLoss):
             ids_of_columns.append(combine_ids(column_ids, hashes))
         return ids_of_columns
 
-    def _compute_guide_embeddings(
-        self, features: list[dict[str, Any]], batch_size: int | None = None
-    ) -> list[Tensor] | None:
-        """Compute the guide embeddings of the columns, (n, g) each; return None without a guide."""
-        # Inside MatryoshkaLoss the guide runs once per micro-batch, for all embedding sizes.
-        if self.guide is not None and not self._is_matryoshka_replay:
-            self._guide_embeddings = self.guide.embed(features, batch_size)
-        return self._guide_embeddings
-
     def _get_or_make_info_nce(self, size: int) -> BankedInfoNCE:
         """Return the `BankedInfoNCE` of an embedding size; the first call makes it."""
         loss_fn = self._get_info_nces().get(size)
@@ -404,27 +373,6 @@ class ContAccumLoss(ModelLoss):
     @property
     def _uses_bank(self) -> bool:
         return self._is_training and self.settings.bank_size > 0
-
-    @property
-    def _is_inside_matryoshka(self) -> bool:
-        """True if MatryoshkaLoss calls the loss, once per embedding size.
-
-        It has then replaced a method by a decorator that cuts the embeddings to the size: the
-        forward method of the model, or `calculate_loss` of a loss with a gradient cache.
-        """
-        forward: object = self.model.forward
-        calculate_loss = vars(self).get("calculate_loss")
-        has_decorated_forward = isinstance(forward, ForwardDecorator)
-        return has_decorated_forward or isinstance(calculate_loss, CachedLossDecorator)
-
-    @property
-    def _is_matryoshka_replay(self) -> bool:
-        """True if MatryoshkaLoss calls the loss again on the same micro-batch, for the next size.
-
-        The decorator of the forward method then has the embeddings of the first call in its cache.
-        """
-        forward: object = self.model.forward
-        return isinstance(forward, ForwardDecorator) and bool(forward.cache)
 
     # The data and the update ----------------------------------------------------------------------
 
@@ -516,11 +464,8 @@ class ContAccumLoss(ModelLoss):
                     "weights"
                 )
             prefix = f"{_RANK_PREFIX}{rank()}."
-            state_of_rank = {}
-            for key, value in state.items():
-                if key.startswith(prefix):
-                    state_of_rank[key.removeprefix(prefix)] = value
-            state = state_of_rank
+            names = [name for name in state if name.startswith(prefix)]
+            state = {name.removeprefix(prefix): state[name] for name in names}
         state = self._probe.load_state_dict(state)
         # The keys are "<embedding size>.<name>".
         sizes = {int(key.split(".", 1)[0]) for key in state}
@@ -550,8 +495,6 @@ class ContAccumLoss(ModelLoss):
             config["distill"] = self.distillation.kind
             config["distill_weight"] = self.distillation.weight
             config["distill_temperature"] = self.distillation.temperature
-        if self.guide is not None:
-            config["guide"] = self.guide.name
         return config
 
     @property
@@ -573,8 +516,8 @@ class CachedContAccumLoss(CachedLossMixin, ContAccumLoss):
 
     Args:
         mini_batch_size: number of texts that are encoded at once.
-        mini_batch_num_tokens: maximum number of tokens that are encoded at once. If it is set,
-            ``mini_batch_size`` limits only what the guide encodes at once.
+        mini_batch_num_tokens: maximum number of tokens that are encoded at once, in place of
+            ``mini_batch_size``.
         show_progress_bar: True to show the progress over mini-batches.
         model, bank_size, ...: as in `ContAccumLoss`.
 
@@ -625,18 +568,16 @@ class CachedContAccumLoss(CachedLossMixin, ContAccumLoss):
         self._require_columns(features)
         self._encode_probe_if_due(features)
         text_ids = self._compute_ids(features, labels)
-        guide_embeddings = self._compute_guide_embeddings(features, self.mini_batch_size)
         # `forward_cached` of CachedLossMixin calls `calculate_loss` and passes on its second
         # argument unchanged, so a tuple can carry more than labels.
-        loss_inputs: Any = (labels, text_ids, guide_embeddings)
+        loss_inputs: Any = (labels, text_ids)
         return self.forward_cached(features, loss_inputs)
 
     def embed_minibatch(self, *args: Any, **kwargs: Any) -> Any:
-        """Embed a mini-batch, and cast the result to at least float32.
+        """Embed a mini-batch as CachedLossMixin does, and cast the result to at least float32.
 
-        Arguments and result are those of CachedLossMixin. The cached gradients of step 2 have the
-        dtype of these embeddings. In float16 small gradients would underflow, because a gradient
-        scaler multiplies them only in step 3.
+        The cached gradients of step 2 have the dtype of these embeddings. In float16 small
+        gradients would underflow, because a gradient scaler multiplies them only in step 3.
         """
         embeddings, random_state = super().embed_minibatch(*args, **kwargs)
         dtype = torch.promote_types(embeddings.dtype, torch.float32)
@@ -645,14 +586,11 @@ class CachedContAccumLoss(CachedLossMixin, ContAccumLoss):
     def calculate_loss(
         self, reps: list[list[Tensor]], labels: Any = None, *, with_backward: bool = False
     ) -> Tensor:
-        """Compute the loss of an encoded batch; the result is detached.
+        """Compute the detached loss of an encoded batch, and set ``grad`` in ``reps`` if asked to.
 
-        CachedLossMixin calls this method, and defines the names of its arguments.
-
-        Args:
-            reps: for each column the embeddings of its mini-batches, (mini-batch, d) each.
-            labels: the tuple that `forward` passes (labels, text ids, guide embeddings), or None.
-            with_backward: True to set ``grad`` of the tensors in ``reps``.
+        CachedLossMixin calls this method, and defines the names of its arguments: ``reps`` has for
+        each column the embeddings of its mini-batches, (mini-batch, d) each, and ``labels`` is the
+        tuple that `forward` passes (labels, text ids), or None.
         """
         embeddings = [torch.cat(mini_batches) for mini_batches in reps]  # (n, d) of each column
         loss_inputs: tuple[Any, ...] = ()
@@ -666,14 +604,10 @@ class CachedContAccumLoss(CachedLossMixin, ContAccumLoss):
 
 
 def _stack_negatives(columns: Sequence[Tensor | None]) -> list[Tensor | None]:
-    """Stack the h columns of hard negatives, (n, ...) each, to one tensor (n, h, ...).
+    """Return anchors, positives, and the h columns of negatives, (n, ...) each, as (n, h, ...).
 
-    Args:
-        columns: embeddings or ids of the anchors, the positives and the h columns of negatives.
-
-    Returns:
-        The anchors, the positives and the stack. The stack is None if h is 0, or if the ids of a
-        column are missing (None).
+    The columns are embeddings or ids. The last result is None if h is 0, or if the ids of a column
+    are missing (None).
     """
     negatives = [column for column in columns[2:] if column is not None]
     stacked_negatives = None

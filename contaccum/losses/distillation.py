@@ -26,19 +26,9 @@ from contaccum.errors import ConfigError, check_choice
 
 
 class Distillation:
-    """Distillation term of the loss.
+    """Distillation term of the loss, ``"margin_mse"`` or ``"kl"``, times ``weight``.
 
     The student's scores are those of the contrastive loss: the similarity times ``scale``.
-
-    Args:
-        kind: ``"margin_mse"`` or ``"kl"``.
-        weight: the factor of the term.
-        temperature: T of ``"kl"``.
-        similarity: ``"cos"`` or ``"dot"``.
-        scale: the factor of the similarities.
-
-    Attributes:
-        last: the term of the last call, unweighted and detached; None before the first call.
     """
 
     def __init__(
@@ -61,7 +51,7 @@ class Distillation:
         self.scale = scale
         # The model is None, because only `compute_loss_from_embeddings` is called.
         self._loss = loss_classes[kind](None)
-        self.last: Tensor | None = None
+        self.last: Tensor | None = None  # the term of the last call, unweighted and detached
 
     def __call__(self, embeddings: list[Tensor], labels: Tensor | None) -> Tensor:
         """Compute the weighted term of a micro-batch.

@@ -53,16 +53,14 @@ class EncoderProbe:
         model: the encoder itself, not a wrapper such as DDP.
         is_used: True if drift compensation needs a probe; otherwise no texts are collected.
         gathers: True if all ranks share one bank, and therefore one probe.
-
-    Attributes:
-        parts: list of [features of the queries, features of the passages]; None before the first
-            micro-batch, or if the texts of a micro-batch cannot be separated from each other.
     """
 
     def __init__(self, model: SentenceTransformer, is_used: bool, gathers: bool) -> None:
         self.model = model
         self.is_used = is_used
         self.gathers = gathers
+        # [features of the queries, features of the passages] of each part; None before the first
+        # micro-batch, or if its texts cannot be separated from each other.
         self.parts: list[list[dict[str, Tensor]]] | None = None
         self._pairs_at_last_probe = 0
         self._embeddings: list[Tensor] | None = None  # (S, d) of queries and of passages
@@ -77,7 +75,6 @@ class EncoderProbe:
         there have been `MIN_PAIRS_BETWEEN_PROBES` training pairs since the probe was last encoded.
 
         Args:
-            features: the features of the micro-batch.
             clock: the `UpdateClock` of the loss; None before the first micro-step.
             is_inside_matryoshka: True if MatryoshkaLoss calls the loss. The caller finds out,
                 because MatryoshkaLoss changes the model of the loss, which may be a wrapper (DDP).
@@ -113,11 +110,9 @@ class EncoderProbe:
     def _collect(
         self, features: list[dict[str, Any]], num_missing: int
     ) -> list[list[dict[str, Tensor]]] | None:
-        """Copy the first pairs of the micro-batch, of all ranks if they share the bank.
+        """Copy the first pairs of the micro-batch into parts, the same on ranks that share a bank.
 
-        Returns:
-            The new parts, the same on all ranks that share the bank. None if the texts of a column
-            cannot be separated.
+        The result is None if the texts of a column cannot be separated.
         """
         num_ranks = world_size() if self.gathers else 1
         pairs_per_rank = math.ceil(num_missing / num_ranks)
@@ -137,10 +132,6 @@ class EncoderProbe:
 
         The model is in eval mode, so no dropout changes the random state of the training. All ranks
         that share a bank must call this method together.
-
-        Args:
-            features: the features of the current micro-batch, of which the features that are
-                neither tensors nor numbers are used.
 
         Returns:
             The embeddings of the queries and of the passages of this rank's S pairs, (S, d) each. S

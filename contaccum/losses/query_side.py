@@ -180,11 +180,7 @@ class QuerySideLoss(ModelLoss):
 
 @dataclass
 class QuerySideCollator(SentenceTransformerDataCollator):
-    """Collator that tokenises queries and labels them with the store rows of their positives.
-
-    Attributes:
-        positives: the table of store rows of each query's positives.
-    """
+    """Collator that tokenises queries and labels them with the store rows of their positives."""
 
     positives: PositiveRows = field(kw_only=True)
 
@@ -198,14 +194,11 @@ class QuerySideCollator(SentenceTransformerDataCollator):
         """
         text_columns = [name for name in dataset.column_names if name not in LABELS]
         query_column = text_columns[0]
-        prompts = {}
         prompt = get_prompt(model, "query")
-        if prompt:
-            prompts[query_column] = prompt
         return cls(
             preprocess_fn=model.preprocess,
             router_mapping={query_column: "query"},
-            prompts=prompts,
+            prompts={query_column: prompt} if prompt else {},
             positives=collect_positives(documents, [dataset]),
         )
 

@@ -33,17 +33,12 @@ _BASE = -7046029254386353131
 
 
 def content_ids(features: dict[str, Any]) -> Tensor | None:
-    """Compute a 64-bit hash of each text's tokens, int64 (n,).
+    """Compute a 64-bit hash of each text's tokens, int64 (n,), from the features of a column.
 
     Padding on either side, flattening and streaming do not change the hash. Texts that are equal
-    after truncation have equal ids, because the encoder gets the same tokens.
-
-    Args:
-        features: the features of one column, in any layout of this module. Embeddings that a model
-            has added are ignored.
-
-    Returns:
-        The hashes, or None if a text has an image or a sound beside its tokens or in their place.
+    after truncation have equal ids, because the encoder gets the same tokens. Embeddings that a
+    model has added are ignored. The result is None if a text has an image or a sound beside its
+    tokens or in their place.
     """
     if _has_media(features):
         return None
@@ -80,17 +75,11 @@ def _has_media(features: dict[str, Any]) -> bool:
 
 
 def combine_ids(label_ids: Tensor | None, content_hashes: Tensor | None) -> Tensor | None:
-    """Stack the two ids of each text to int64 (n, 2); missing ids are `NO_ID`.
+    """Stack the two ids of each text, int64 (n,) each, to (n, 2); missing ids are `NO_ID`.
 
     Both are needed: texts that differ only in case, in white space or after truncation have
-    different label ids but equal tokens.
-
-    Args:
-        label_ids: int64 (n,), ids of the texts in the data set, or None.
-        content_hashes: int64 (n,), from `content_ids`, or None.
-
-    Returns:
-        The stack, or None if both are None.
+    different label ids (of the data set) but equal tokens (see `content_ids`). The result is None
+    if both are None.
     """
     if content_hashes is None:
         if label_ids is None:

@@ -87,7 +87,7 @@ class ContAccumTrainingArguments(_Arguments):
         self._make_sizes_consistent()
         if self.deepspeed_plugin is not None:
             configure_deepspeed(self)
-        if self.has_bank and self.bank_size is None:
+        if self.method in WITH_BANK and self.bank_size is None:
             self.bank_size = DEFAULT_BANK_SIZE  # type: ignore[misc]  # not frozen; see _Arguments
 
     @classmethod
@@ -161,10 +161,9 @@ class ContAccumTrainingArguments(_Arguments):
             )
 
     def _make_sizes_consistent(self) -> None:
-        """Make the sizes of micro-batch and update consistent.
+        """Make pairs per update = pairs per micro-batch x accumulation steps x ranks.
 
-        Pairs per update (``total_train_batch_size``) = pairs per micro-batch x accumulation steps x
-        ranks. If the user has set the pairs per update, the steps are computed from them.
+        If the user has set the pairs per update, the steps are computed from them.
         """
         micro_batch = self.per_device_train_batch_size
         num_steps = self.gradient_accumulation_steps
@@ -207,17 +206,8 @@ class ContAccumTrainingArguments(_Arguments):
         self.has_auto_micro_batch = False
 
     def to_dict(self) -> dict[str, Any]:
-        """Return the arguments as in transformers, without credentials.
-
-        With a gradient cache or "auto", the sizes are those that the user gave, so that the result
-        can be passed to the constructor.
-        """
+        """Return the arguments as in transformers, without credentials, with the user's sizes."""
         return redact({**super().to_dict(), **self._sizes_of_user})
-
-    @property
-    def has_bank(self) -> bool:
-        """True if the method has a bank."""
-        return self.method in WITH_BANK
 
     @property
     def has_gradient_cache(self) -> bool:
@@ -233,7 +223,7 @@ class ContAccumTrainingArguments(_Arguments):
     def is_gathered(self) -> bool:
         """True if the loss contrasts the pairs of all devices: by default, for a shared bank."""
         if self.gather_across_devices is None:
-            return self.has_bank and self.world_size > 1
+            return self.method in WITH_BANK and self.world_size > 1
         return self.gather_across_devices
 
     @property

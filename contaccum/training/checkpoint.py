@@ -67,8 +67,8 @@ def find_complete(folder: AnyPath, run_id: str | None) -> dict[Path, Saved]:
 def collect_banks(losses: Iterable[ContAccumLoss], keep: bool) -> dict[str, Tensor]:
     """Return the states of the banks of all losses, by name, on the CPU.
 
-    Every rank must call this function, because a loss may gather its bank from all ranks.
-    A rank without ``keep`` takes part in gathering, and gets empty states.
+    Every rank must call this function, because a loss may gather its bank from all ranks. A rank
+    without ``keep`` gets empty states.
     """
     states = {}
     for index, loss in enumerate(losses):
@@ -82,11 +82,8 @@ def load_banks(folder: Path, losses: Iterable[ContAccumLoss]) -> None:
     states = load_file(folder / BANK_FILE)
     for index, loss in enumerate(losses):
         prefix = f"{index}."
-        state = {}
-        for key, value in states.items():
-            if key.startswith(prefix):
-                state[key.removeprefix(prefix)] = value
-        loss.load_bank_state_dict(state)
+        names = [name for name in states if name.startswith(prefix)]
+        loss.load_bank_state_dict({name.removeprefix(prefix): states[name] for name in names})
 
 
 # Removing ----------------------------------------------------------------------------------------
@@ -134,11 +131,7 @@ def remove_oldest(folder: str, run_id: str | None, limit: int | None, best: str 
 
 
 def parse_resume_request(value: str | bool | None) -> str | None:
-    """Return ``"last"``, ``"auto"`` or the folder to resume from; None for a new run.
-
-    Args:
-        value: ``resume_from_checkpoint`` as the user wrote it; True means ``"last"``.
-    """
+    """Return ``"last"``, ``"auto"`` or the folder to resume from; None for a new run."""
     text = str(value or "")
     word = text.lower()
     if word in ("", "false", "none"):
@@ -178,16 +171,10 @@ def require_free_folder(args: ContAccumTrainingArguments) -> None:
 def choose_checkpoint(
     resume_from_checkpoint: str | bool | None, args: ContAccumTrainingArguments
 ) -> tuple[Path, Saved] | None:
-    """Choose the checkpoint to resume from; None for a new run.
+    """Return the checkpoint to resume from, and its result; None for a new run.
 
-    Args:
-        resume_from_checkpoint: the user's request. ``"last"`` and ``"auto"`` mean the newest
-            complete checkpoint of the run in ``output_dir``; for ``"auto"`` without one, the run
-            starts from the beginning.
-        args: the arguments of the run.
-
-    Returns:
-        The folder of the checkpoint, and its result.
+    ``"last"`` and ``"auto"`` mean the newest complete checkpoint of the run in ``output_dir``; for
+    ``"auto"`` without one, the run starts from the beginning.
 
     Raises:
         UserError: if there is no complete checkpoint, or it has no state of the optimizer.
@@ -226,11 +213,7 @@ def choose_checkpoint(
 def compute_stream_position(
     epoch: float, max_steps: int, batches_per_update: int
 ) -> tuple[int, int]:
-    """Return the position in a stream: complete passes, and micro-batches of the next pass.
-
-    Args:
-        epoch, max_steps: of the state in the checkpoint.
-    """
+    """Return the position in a stream: complete passes, and micro-batches of the next pass."""
     # For a stream, transformers starts a new epoch at each pass, and counts an update as
     # 1 / max_steps of an epoch. With max_steps=100, epoch 2.07 means: two complete passes, and
     # 7 updates of the third. Epoch 1.0 means: no complete pass, and all 100 updates of the first,

@@ -93,13 +93,8 @@ def save_full_model(
     """Save a model that an engine shards, without a model card.
 
     Creating a model card would run the model, and a sharded model runs only if all ranks call it.
-
-    Args:
-        model: the model, with shards of its weights on each rank.
-        weights: the full weights by name; None if the model itself has the full weights, or on a
-            rank that writes nothing.
-        folder: the folder to save the model in.
-        is_writer: whether this rank writes.
+    ``weights`` are the full weights by name; None if the model itself has them, or on a rank that
+    writes nothing.
     """
     shards: dict[str, nn.Parameter] = {}
     full_parameters: dict[str, nn.Parameter] = {}

@@ -1,8 +1,7 @@
-"""The log of a run, its other records, and the callbacks that write them.
+"""The log of a run, with a line per update and per evaluation, and the callbacks of the trainer.
 
-A run writes for its user: a line per update, a line per evaluation, and a model card.
-The callbacks of the trainer start a run, write the log, stop early and stop on signals.
-transformers decides when to evaluate, which model is best and when to save.
+The callbacks start a run, write the log, stop early and stop on signals. transformers decides when
+to evaluate, which model is best and when to save.
 """
 
 from __future__ import annotations
@@ -21,14 +20,7 @@ from types import FrameType
 from typing import Any, cast
 
 import torch
-from transformers import (
-    EarlyStoppingCallback,
-    ProgressCallback,
-    TrainerCallback,
-    TrainerControl,
-    TrainerState,
-    TrainingArguments,
-)
+from transformers import EarlyStoppingCallback, ProgressCallback, TrainerCallback, TrainerState
 from transformers.trainer_utils import IntervalStrategy, SaveStrategy
 
 from contaccum.distributed import over_ranks
@@ -71,11 +63,7 @@ _DIAGNOSTICS = (
 
 
 def read_log(path: str | os.PathLike[str], lines: int | None = None) -> list[Record]:
-    """Return the records of a log, one per line.
-
-    Args:
-        path: the log.
-        lines: number of lines to read from the start; None reads all.
+    """Return the records of a log: of its first ``lines``, or of all.
 
     Raises:
         DataError: for a file that cannot be read, or a line that is not a record.
@@ -97,10 +85,10 @@ def read_log(path: str | os.PathLike[str], lines: int | None = None) -> list[Rec
 def append_line(path: Path, record: Mapping[str, Any]) -> None:
     """Append a record to a log as a line of JSON; a number that is not finite becomes null."""
     path.parent.mkdir(parents=True, exist_ok=True)
-    finite_record = dict(record)
+    finite_record = {}
     for key, value in record.items():
-        if isinstance(value, float) and not math.isfinite(value):
-            finite_record[key] = None
+        is_finite = not isinstance(value, float) or math.isfinite(value)
+        finite_record[key] = value if is_finite else None
     with path.open("a", encoding="utf-8") as file:
         file.write(json.dumps(finite_record) + "\n")
 
@@ -140,13 +128,7 @@ class CollapseWatch:
         self._streaks = dict.fromkeys(_SYMPTOM_UPDATES, 0)  # updates in a row with the symptom
 
     def observe(self, record: Mapping[str, Any]) -> list[str]:
-        """Return the warnings after an update, one line each; usually there are none.
-
-        Args:
-            record: a line of the log. The entries ``update``, ``loss``, ``loss_has_other_terms``,
-                ``columns``, ``embedding_spread``, ``bank_mass_aged``, ``masked`` and the gradient
-                norms are read, if present.
-        """
+        """Return the warnings after an update, one line each; ``record`` is its line of the log."""
         remedy = "Lower learning_rate"
         if "bank_age" in record:  # the run has a bank
             remedy += ", or set a smaller bank_size; keep drift_compensation=auto"
@@ -214,8 +196,6 @@ class UpdateLogCallback(TrainerCallback):
     """Callback that starts a run, writes a line for each update, and warns of a collapse.
 
     Args:
-        updates: the updates of the run.
-        loss: the training loss, or a dictionary with one loss for each data set.
         start_run: called before the first update, when transformers has prepared everything.
         set_epoch: called at the start of each epoch with its number, from 0.
     """
@@ -241,9 +221,7 @@ class UpdateLogCallback(TrainerCallback):
         self._collapse_watch = CollapseWatch()
         self._last_record: Record = {}
 
-    def on_train_begin(
-        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
-    ) -> None:
+    def on_train_begin(self, args: Any, state: Any, control: Any, **_: Any) -> None:
         self._start_run()
         if state.is_world_process_zero:
             # A resumed run repeats the updates after its checkpoint, and logs them again.
@@ -252,14 +230,10 @@ class UpdateLogCallback(TrainerCallback):
             # An evaluation before the first update has the number 0. A new run drops it too.
             truncate_log(folder / EVAL_LOG, state.global_step or -1)
 
-    def on_epoch_begin(
-        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
-    ) -> None:
+    def on_epoch_begin(self, args: Any, state: Any, control: Any, **_: Any) -> None:
         self._set_epoch(int(state.epoch or 0))
 
-    def on_step_end(
-        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
-    ) -> None:
+    def on_step_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
         update = self._updates.current
         num_pairs = sum(update.pairs) * args.world_size
         seconds = time.perf_counter() - update.started
@@ -298,20 +272,11 @@ class UpdateLogCallback(TrainerCallback):
             append_line(Path(str(args.output_dir)) / TRAIN_LOG, self._last_record)
         self._updates.end_update()
 
-    def on_save(
-        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
-    ) -> None:
+    def on_save(self, args: Any, state: Any, control: Any, **_: Any) -> None:
         # The time of the checkpoint is not that of the next update.
         self._updates.current.started = time.perf_counter()
 
-    def on_log(
-        self,
-        args: TrainingArguments,
-        state: TrainerState,
-        control: TrainerControl,
-        logs: dict[str, Any] | None = None,
-        **kwargs: Any,
-    ) -> None:
+    def on_log(self, args: Any, state: Any, control: Any, logs: Any = None, **_: Any) -> None:
         if logs is None or "loss" not in logs:
             return
         tracked = {}
@@ -328,11 +293,6 @@ def choose_metric(args: ContAccumTrainingArguments, evaluator: Any, has_eval_dat
 
     It becomes the main metric of the evaluator, or the loss without an evaluator. transformers'
     default is "loss", which exists only with an evaluation data set.
-
-    Args:
-        args: the arguments of the run, which are changed.
-        evaluator: an evaluator of contaccum or sentence-transformers, or None.
-        has_eval_dataset: whether the loss of an evaluation data set is computed.
 
     Raises:
         ConfigError: for a metric that the evaluator does not compute, or if the main metric of the
@@ -379,22 +339,16 @@ def count_evaluations_without_gain(state: TrainerState) -> int:
 
 
 class EvaluationCallback(EarlyStoppingCallback):
-    """Callback for early stopping, also across resumed runs.
+    """Early stopping, also across resumed runs, if ``patience`` is not None.
 
     With ``eval_strategy=steps``, the model is also evaluated after the last update.
-
-    Args:
-        patience: number of evaluations in a row without improvement after which the run stops;
-            None disables early stopping.
     """
 
     def __init__(self, patience: int | None) -> None:
         super().__init__(patience or sys.maxsize)
         self._has_patience = patience is not None
 
-    def on_train_begin(
-        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
-    ) -> None:
+    def on_train_begin(self, args: Any, state: Any, control: Any, **_: Any) -> None:
         # transformers saves the states of callbacks in checkpoints, but restores them only with the
         # argument restore_callback_states_from_checkpoint.
         self.early_stopping_patience_counter = count_evaluations_without_gain(state)
@@ -402,24 +356,17 @@ class EvaluationCallback(EarlyStoppingCallback):
         # which may be resumed with it, has none.
         cast(dict[str, dict], state.stateful_callbacks)[type(self).__name__] = self.state()
 
-    def on_step_end(
-        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
-    ) -> None:
+    def on_step_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
         is_last = state.global_step >= state.max_steps
         if is_last and args.eval_strategy == IntervalStrategy.STEPS:
             control.should_evaluate = True
 
     def on_evaluate(
-        self,
-        args: TrainingArguments,
-        state: TrainerState,
-        control: TrainerControl,
-        metrics: dict[str, Any] | None = None,
-        **kwargs: Any,
+        self, args: Any, state: Any, control: Any, metrics: Any = None, **_: Any
     ) -> None:
         if not (self._has_patience and state.global_step):
             return
-        super().on_evaluate(args, state, control, metrics=metrics, **kwargs)
+        super().on_evaluate(args, state, control, metrics=metrics)
         is_stopping = self.early_stopping_patience_counter >= self.early_stopping_patience
         if is_stopping and state.is_world_process_zero:
             logger.warning(
@@ -430,19 +377,9 @@ class EvaluationCallback(EarlyStoppingCallback):
 
 
 class ProgressLine(ProgressCallback):
-    """transformers' progress bar with the loss in it, and a line for each evaluation.
+    """transformers' progress bar with the loss in it, and a line for each evaluation."""
 
-    In place of the dictionaries that transformers prints.
-    """
-
-    def on_log(
-        self,
-        args: TrainingArguments,
-        state: TrainerState,
-        control: TrainerControl,
-        logs: dict[str, Any] | None = None,
-        **kwargs: Any,
-    ) -> None:
+    def on_log(self, args: Any, state: Any, control: Any, logs: Any = None, **_: Any) -> None:
         if self.training_bar is not None and logs and "loss" in logs:
             self.training_bar.set_postfix(loss=f"{float(logs['loss']):.3f}")
 
@@ -450,12 +387,7 @@ class ProgressLine(ProgressCallback):
         """Show no bar of the batches of an evaluation."""
 
     def on_evaluate(
-        self,
-        args: TrainingArguments,
-        state: TrainerState,
-        control: TrainerControl,
-        metrics: dict[str, Any] | None = None,
-        **kwargs: Any,
+        self, args: Any, state: Any, control: Any, metrics: Any = None, **_: Any
     ) -> None:
         metric = str(args.metric_for_best_model).removeprefix("eval_")
         value = (metrics or {}).get(f"eval_{metric}")
@@ -468,22 +400,17 @@ class SignalCallback(TrainerCallback):
 
     The exit code is 128 plus the signal's number, 143 or 130. transformers' JITCheckpointCallback
     cannot be used: it saves within an update, when pairs of that update are already in the bank,
-    and exits with code 0.
-
-    The signal handlers are installed within a ``with`` block, and only in the main thread, because
-    Python allows no other. After the first signal, the previous handlers are restored, so that a
-    second signal stops the process at once.
-
-    Attributes:
-        received: number of the received signal; 0 before any.
+    and exits with code 0. The handlers are installed within a ``with`` block. After the first
+    signal, the previous ones are restored, so that a second signal stops the process at once.
     """
 
     def __init__(self) -> None:
-        self.received = 0
+        self.received = 0  # number of the signal
         self._previous_handlers: dict[int, Any] = {}
 
     def __enter__(self) -> SignalCallback:
         self.received = 0
+        # Python allows handlers only in the main thread.
         if threading.current_thread() is threading.main_thread():
             for number in (signal.SIGTERM, signal.SIGINT):
                 self._previous_handlers[number] = signal.signal(number, self._receive)
@@ -508,9 +435,7 @@ class SignalCallback(TrainerCallback):
             file=sys.stderr,
         )
 
-    def on_step_end(
-        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
-    ) -> None:
+    def on_step_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
         # All ranks must stop after the same update, even if only one of them received the signal.
         received = torch.tensor(self.received, device=args.device)
         self.received = int(over_ranks("MAX", received))
@@ -520,9 +445,7 @@ class SignalCallback(TrainerCallback):
         control.should_training_stop = True
         control.should_evaluate = False  # so that the process stops soon
 
-    def on_save(
-        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
-    ) -> None:
+    def on_save(self, args: Any, state: Any, control: Any, **_: Any) -> None:
         if self.received and control.should_training_stop:
             folder = f"{args.output_dir}/checkpoint-{state.global_step}"
             hint = "Continue with --resume_from_checkpoint last"

@@ -29,9 +29,7 @@ Batch = dict[str, Any]
 
 
 def make_loss(
-    model: SentenceTransformer,
-    args: ContAccumTrainingArguments,
-    guide: SentenceTransformer | None = None,
+    model: SentenceTransformer, args: ContAccumTrainingArguments
 ) -> ContAccumLoss | MatryoshkaLoss:
     """Return the loss for ``args.method``, one with a bank or without.
 
@@ -52,7 +50,6 @@ def make_loss(
         "scale": 1.0 / args.get_temperature(similarity),
         "similarity_fct": cos_sim if similarity == "cos" else dot_score,
         "gather_across_devices": args.is_gathered,
-        "guide": guide,
     }
     loss: ContAccumLoss
     if args.has_gradient_cache:

@@ -80,10 +80,6 @@ def find_micro_batch(
     is not tried. The search changes random states, but neither weights nor bank.
 
     Args:
-        args: the arguments of the run.
-        model: the model in training.
-        loss: the training loss.
-        dataset: the training set, or a dictionary of training sets.
         smallest: the smallest number of pairs with which every query has a negative.
         compute_loss: function that returns the value of a loss for rows of the data.
 
@@ -223,8 +219,7 @@ def peak_memory_mb(device: torch.device | str | None = None) -> float:
     """Return the peak memory since `reset_peak_memory` in MB (2^20 bytes).
 
     For a CUDA device, it is the memory that torch has allocated there, otherwise the resident
-    memory of this process. On systems without /proc, no peak is available, and the current memory
-    is returned.
+    memory of this process, and without /proc its current memory.
     """
     if device is not None and torch.device(device).type == "cuda":
         return torch.cuda.max_memory_allocated(device) / _BYTES_PER_MB

@@ -55,18 +55,15 @@ def set_up_query_side(
     train_dataset: Any,
     eval_dataset: Any = None,
 ) -> tuple[QuerySideLoss, QuerySideCollator, Any, Any]:
-    """Set up a run with ``method=query_side``.
-
-    The model gets a separate query tower, and its document tower is frozen.
+    """Set up a run with ``method=query_side``: the model gets a separate query tower to train.
 
     Returns:
         The loss, the data collator for the trainer, and the training and evaluation data without
         the rows that ``missing=drop`` drops.
 
     Raises:
-        ConfigError: for a store that another model wrote.
-        DataError: for an incomplete store, or, with ``missing=stop``, a store that lacks passages
-            of the data.
+        UserError: for a store of another model, an incomplete one, or, with ``missing=stop``, one
+            that lacks passages of the data.
     """
     if args.similarity is not None:
         model.similarity_fn_name = SIMILARITY_NAMES[args.similarity]
@@ -76,10 +73,8 @@ def set_up_query_side(
     loss = QuerySideLoss(model, documents, scale=scale)
     train_dataset = _handle_missing(documents, model, train_dataset, args.missing)
     eval_dataset = _handle_missing(documents, model, eval_dataset, args.missing)
-    datasets = []
-    for part in list_parts(train_dataset) + list_parts(eval_dataset):
-        if part is not None:
-            datasets.append(part)
+    parts = list_parts(train_dataset) + list_parts(eval_dataset)
+    datasets = [part for part in parts if part is not None]
     roles: Any = args.router_mapping  # a dictionary; its declared type also allows JSON text
     collator = QuerySideCollator(
         preprocess_fn=model.preprocess,
@@ -140,9 +135,9 @@ def _handle_missing(
         DataError: for a missing positive with "stop".
     """
     if isinstance(dataset, dict):
-        handled = {}
-        for name, part in dataset.items():
-            handled[name] = _handle_missing(documents, model, part, missing)
+        handled = {
+            name: _handle_missing(documents, model, part, missing) for name, part in dataset.items()
+        }
         return type(dataset)(handled)
     if dataset is None or isinstance(dataset, IterableDataset):
         return dataset  # the collator refuses a missing positive in a stream

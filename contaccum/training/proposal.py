@@ -47,33 +47,18 @@ _WEAK_BASE_FACTOR = 5.0  # an encoder that cannot retrieve yet needs larger rate
 
 @dataclass(frozen=True)
 class Proposal:
-    """The settings that are proposed for training data.
+    """The settings that are proposed for training data."""
 
-    Attributes:
-        query_max_length: number of tokens that 95% of the queries do not exceed, rounded up to a
-            multiple of 8, and at most 512 and the model's maximum.
-        passage_max_length: number of tokens that 95% of the passages do not exceed, rounded and
-            limited in the same way.
-        query_prompt: the prompt for queries of this family of models; empty if it has none.
-        passage_prompt: the prompt for passages; empty if there is none.
-        has_negatives: whether a row of the sample has a hard negative.
-        micro_batch: pairs per micro-batch; "auto" on a machine with a GPU, where a larger one takes
-            hardly longer.
-        pairs_per_update: pairs per update.
-        num_workers: number of processes that tokenise meanwhile. Without them, a GPU waits for
-            tokens as long as it computes. They start anew in each epoch, so there are none where
-            a new process does not begin as a copy and takes seconds.
-        bank_size: rows of each bank.
-        temperature: the proposed temperature.
-    """
-
-    query_max_length: int
+    query_max_length: int  # tokens that 95% of the queries do not exceed; see `_compute_max_length`
     passage_max_length: int
-    query_prompt: str
+    query_prompt: str  # of this family of models, or empty
     passage_prompt: str
-    has_negatives: bool
-    micro_batch: int | Literal["auto"]
+    has_negatives: bool  # a row of the sample has a hard negative
+    micro_batch: int | Literal["auto"]  # auto on a GPU, where a larger one takes hardly longer
     pairs_per_update: int
+    # Processes that tokenise meanwhile. Without them, a GPU waits for tokens as long as it
+    # computes. They start anew in each epoch, so there are none where a new process does not begin
+    # as a copy and takes seconds.
     num_workers: int
     bank_size: int
     temperature: float

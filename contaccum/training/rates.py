@@ -13,7 +13,7 @@ import time
 from collections.abc import Sequence
 from typing import Any
 
-from transformers import TrainerCallback, TrainerControl, TrainerState, TrainingArguments
+from transformers import TrainerCallback
 
 from contaccum.distributed import broadcast
 
@@ -28,9 +28,7 @@ class ListedRates(TrainerCallback):
     def __init__(self, rates: Sequence[float]) -> None:
         self._rates = rates
 
-    def on_step_begin(
-        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
-    ) -> None:
+    def on_step_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         """Set the rate of the update that begins."""
         for group in kwargs["optimizer"].param_groups:
             group["lr"] = self._rates[state.global_step]
@@ -54,7 +52,7 @@ class RatesByClock(TrainerCallback):
         self._first_update = 0
         self._rate = 0.0  # of the next update
 
-    def _set_next_rate(self, args: TrainingArguments, state: TrainerState) -> None:
+    def _set_next_rate(self, args: Any, state: Any) -> None:
         used_seconds = broadcast(time.monotonic() - self._started)
         num_updates = state.global_step - self._first_update
         if num_updates and self._seconds - used_seconds < used_seconds / num_updates:
@@ -66,25 +64,19 @@ class RatesByClock(TrainerCallback):
         fall = 1.0 - max(state.global_step / state.max_steps, used_seconds / self._seconds)
         self._rate = args.learning_rate * max(0.0, min(rise, fall, 1.0))
 
-    def on_train_begin(
-        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
-    ) -> None:
+    def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         """Start the clock; a resumed training has its own time."""
         self._started = self._saved = time.monotonic()
         self._seconds = broadcast(max(_LEAST_SECONDS, self._ends_at - self._started))
         self._first_update = state.global_step
         self._set_next_rate(args, state)
 
-    def on_step_begin(
-        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
-    ) -> None:
+    def on_step_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         """Set the rate of the update that begins."""
         for group in kwargs["optimizer"].param_groups:
             group["lr"] = self._rate
 
-    def on_step_end(
-        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
-    ) -> None:
+    def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         """Stop if the next rate is 0, or save a checkpoint if the last one is old."""
         self._set_next_rate(args, state)
         if self._rate == 0.0:

@@ -33,10 +33,10 @@ MAX_QUERY_SIDE_MICRO_BATCH = 32
 """Pairs per micro-batch of query-side training, in which only queries are encoded."""
 
 
-def list_training_sets(settings: Settings) -> dict[str, dict[str, Any]]:
-    """Return the options of each training set in ``train_data``, by the name of the set.
+def load_data(settings: Settings) -> TrainingSets:
+    """Load the training data; raise `DataError` for data that cannot be used.
 
-    An option that a set does not set itself has the value of the settings.
+    An option that a set in ``train_data`` does not set itself has the value of the settings.
     """
     common = {
         "split": settings.split,
@@ -46,13 +46,8 @@ def list_training_sets(settings: Settings) -> dict[str, dict[str, Any]]:
         "data_format": settings.data_format,
         "columns": parse_columns(settings.data_columns),
     }
-    return parse_training_sets(settings.train_data, common)
-
-
-def load_data(settings: Settings) -> TrainingSets:
-    """Load the training data; raise `DataError` for data that cannot be used."""
     return load_training_sets(
-        list_training_sets(settings),
+        parse_training_sets(settings.train_data, common),
         on_bad_record=settings.on_bad_record,
         teacher_scores=settings.distill is not None,
     )
@@ -83,10 +78,6 @@ def make_evaluator(settings: Settings) -> RetrievalEvaluator | None:
 def load_model(settings: Settings, device: str | None = None) -> DualEncoder:
     """Load the encoder to train: a SentenceTransformer, or a backbone with pooling added to it.
 
-    Args:
-        settings: the settings. With ``method="query_side"``, only the query tower gets the adapter.
-        device: the device to load the model on. Default: chosen by sentence-transformers.
-
     Raises:
         UserError: for a model that cannot be loaded.
     """
@@ -115,9 +106,7 @@ def load_model(settings: Settings, device: str | None = None) -> DualEncoder:
             trust_remote_code=settings.trust_remote_code,
             **options,
         )
-    configure(
-        model, settings.dropout, settings.freeze_word_embeddings, settings.attn_implementation
-    )
+    configure(model, settings.dropout, settings.attn_implementation)
     if settings.lora_r is not None:
         add_adapter: Any = adapters.add_adapter
         if settings.method == "query_side":
@@ -196,26 +185,11 @@ def load_encoder(settings: Settings, args: ContAccumTrainingArguments) -> DualEn
     return load_model(settings, str(args.device))
 
 
-def load_guide(settings: Settings, args: ContAccumTrainingArguments) -> DualEncoder | None:
-    """Load the guide, a frozen model whose scores show which negatives are false; None without."""
-    if not settings.guide:
-        return None
-    return DualEncoder.from_pretrained(
-        settings.guide,
-        device=str(args.device),
-        trust_remote_code=settings.trust_remote_code,
-    )
-
-
 def make_second_stage(settings: Settings, model: str) -> Settings:
     """Return the settings of a second stage: query-side training of a model that was trained.
 
     It has the pairs per update of the first stage and as many updates, and the learning rate that
-    is tried first with query-side training.
-
-    Args:
-        settings: the settings of the first stage, with its documents in ``second_stage``.
-        model: the folder of the model that the first stage has trained.
+    is tried first with query-side training. ``model`` is the folder of the first stage's model.
     """
     args = ContAccumTrainingArguments.from_settings(settings)
     num_pairs = args.total_train_batch_size

@@ -24,8 +24,8 @@ import shutil
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Mapping, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from itertools import islice
 from pathlib import Path
 from typing import Any
@@ -65,7 +65,7 @@ from contaccum.losses.text_ids import count_texts
 from contaccum.merging import merge_models
 from contaccum.progress import is_verbose
 from contaccum.redaction import redact
-from contaccum.retrieval.encode import hash_tensors, model_fingerprint, tokenisation_fingerprint
+from contaccum.retrieval.encode import hash_tensors, tokenisation_fingerprint
 from contaccum.settings import Settings, find, replace
 from contaccum.training import (
     checkpoint,
@@ -84,7 +84,6 @@ from contaccum.training.rates import ListedRates, RatesByClock
 from contaccum.training.setup import (
     RunData,
     load_encoder,
-    load_guide,
     load_model,
     load_run_data,
     make_second_stage,
@@ -113,7 +112,6 @@ class ContAccumTrainer(SentenceTransformerTrainer):
         loss: replaces the loss of ``args.method``; a bank in it is saved in checkpoints too.
         data_record: properties of the data for ``identity.json``; a missing ``fingerprint`` is
             computed.
-        guide: a model whose scores exclude false negatives; see `ContAccumLoss`.
         **kwargs: further arguments of SentenceTransformerTrainer. ``evaluator`` may be a
             `RetrievalEvaluator`.
 
@@ -146,7 +144,6 @@ class ContAccumTrainer(SentenceTransformerTrainer):
         loss: Any = None,
         *,
         data_record: Mapping[str, Any] | None = None,
-        guide: SentenceTransformer | None = None,
         **kwargs: Any,
     ) -> None:
         args = args or ContAccumTrainingArguments(output_dir="runs/contaccum")
@@ -164,7 +161,7 @@ class ContAccumTrainer(SentenceTransformerTrainer):
             )
             kwargs.setdefault("data_collator", collator)
         if loss is None:
-            loss = losses.make_loss(model, args, guide)
+            loss = losses.make_loss(model, args)
         check_columns(args, loss, columns)
         disable_unused_parameter_search(args, model, loss)
         args.hub_strategy = HubStrategy.END  # checkpoints contain local paths
@@ -204,7 +201,6 @@ class ContAccumTrainer(SentenceTransformerTrainer):
             self.accelerator,
             self._count_pairs,
             smallest=micro_batch.compute_smallest_micro_batch(self.loss, columns),
-            has_full_gradients=self.engine is None,
         )
         # At the front of the list: UpdateLogCallback must add the measurements of an update before
         # the callbacks of transformers print them and send them to trackers.
@@ -294,16 +290,15 @@ class ContAccumTrainer(SentenceTransformerTrainer):
         """Return a loader whose order depends only on seed and epoch, so that runs can resume."""
         if self.args.has_auto_micro_batch:
             # Only now: gradient checkpointing is on, and transformers has not read the batch size.
-            restore_random_states = capture_random_states()
-            num_pairs = micro_batch.find_micro_batch(
-                self.args,
-                self.model,
-                self.loss,
-                self.train_dataset,
-                self.updates.smallest,
-                self._try_rows,
-            )
-            restore_random_states()
+            with keep_random_states():
+                num_pairs = micro_batch.find_micro_batch(
+                    self.args,
+                    self.model,
+                    self.loss,
+                    self.train_dataset,
+                    self.updates.smallest,
+                    self._try_rows,
+                )
             self.updates.set_micro_batch_size(num_pairs)
             logger.info(f"micro-batches of {num_pairs} pairs, the most that memory allows")
         if isinstance(self.train_dataset, IterableDataset):
@@ -420,18 +415,15 @@ class ContAccumTrainer(SentenceTransformerTrainer):
     def micro_step(
         self, model: nn.Module, inputs: Batch, weight: float, is_last_part: bool
     ) -> Tensor:
-        """Run forward and backward for a micro-batch or a part of it.
+        """Run forward and backward for a micro-batch or a part of it; return its weighted loss.
 
         Args:
-            model: the model in its wrappers, such as DDP.
             inputs: the collated micro-batch, or a part of its rows.
-            weight: the fraction of the update's pairs that ``inputs`` holds.
+            weight: the fraction of the update's pairs that ``inputs`` holds. The sum of the
+                weighted losses over an update is the update's loss.
             is_last_part: whether this is the last part of the newest micro-batch. Ranks must not
                 reduce their gradients in any other part; in this one they do so if transformers
                 lets them, in the last micro-batch of an update.
-
-        Returns:
-            The loss multiplied by ``weight``, so that the sum over an update is the update's loss.
         """
         num_steps = self.current_gradient_accumulation_steps
         # transformers divides the loss by this number, so this multiplies the loss by ``weight``.
@@ -467,9 +459,7 @@ class ContAccumTrainer(SentenceTransformerTrainer):
         """Return the rows of the training data in some micro-batches of the update on this rank.
 
         The sampler computes the batches of the current epoch again. This is possible only if they
-        depend on nothing but seed and epoch; otherwise the result is None. The ranks take the
-        batches of the sampler in turn: with 2 ranks, batch 0 is the first of rank 0, and batch 1 of
-        rank 1.
+        depend on nothing but seed and epoch; otherwise the result is None.
         """
         args = self.args
         has_resumable_sampler = get_name(args.batch_sampler) in RESUMABLE_SAMPLERS
@@ -479,9 +469,11 @@ class ContAccumTrainer(SentenceTransformerTrainer):
         num_steps = args.gradient_accumulation_steps
         updates_per_epoch = max(math.ceil(len(self._train_dataloader) / num_steps), 1)
         first_of_update = self.state.global_step % updates_per_epoch * num_steps
-        positions = set()  # of the micro-batches, among the batches of the sampler
-        for index in micro_batches:
-            positions.add((first_of_update + index) * args.world_size + args.process_index)
+        # The ranks take the batches of the sampler in turn.
+        positions = {
+            (first_of_update + index) * args.world_size + args.process_index
+            for index in micro_batches
+        }
         rows: list[int] = []
         # islice stops the sampler after the last batch that is needed.
         for position, batch in enumerate(islice(self.batch_sampler, max(positions) + 1)):
@@ -496,9 +488,8 @@ class ContAccumTrainer(SentenceTransformerTrainer):
         metric_key_prefix: str = "eval",
     ) -> dict[str, float]:
         """Evaluate as in transformers; the training stays the same with and without it."""
-        restore_random_states = capture_random_states()
-        metrics = super().evaluate(eval_dataset, ignore_keys, metric_key_prefix)
-        restore_random_states()
+        with keep_random_states():
+            metrics = super().evaluate(eval_dataset, ignore_keys, metric_key_prefix)
         # Of several data sets, transformers evaluates each with a prefix of its own.
         if self.is_in_train and metric_key_prefix == "eval":
             if self.is_world_process_zero():
@@ -520,7 +511,6 @@ class ContAccumTrainer(SentenceTransformerTrainer):
         parameters = dict(model.named_parameters())
         num_trained = sum(each.numel() for each in parameters.values() if each.requires_grad)
         documents = losses.get_store_documents(self.loss)
-        guide = next((each.guide for each in self.bank_losses() if each.guide), None)
         data = {"rows": losses.count_rows(self.train_dataset), **self._data_record}
         if "fingerprint" not in data and data["rows"] is not None:
             texts = Fingerprint()
@@ -549,11 +539,10 @@ class ContAccumTrainer(SentenceTransformerTrainer):
             "trained parameters": num_trained,
             "engine": self.engine,
             "adapters": describe_adapters(model),
-            # A checkpoint holds neither the base of an adapter nor the guide, and their files may
-            # have changed. The settings of the tokenizer are read from the model's folder, too.
+            # A checkpoint does not hold the base of an adapter, whose files may have changed. The
+            # settings of the tokenizer are read from the model's folder, too.
             "base of the adapters": hash_tensors(base_of_adapters),
             "tokenizer, prompts, lengths or pooling": tokenisation_fingerprint(model),
-            "guide": guide and model_fingerprint(guide.model),
             "documents of the store": documents and documents.fingerprint,
         }
         evaluator: Any = self.evaluator
@@ -562,7 +551,6 @@ class ContAccumTrainer(SentenceTransformerTrainer):
             "model": {
                 "base": getattr(model.model_card_data, "base_model", None),
                 "parameters": sum(each.numel() for each in parameters.values()),
-                "guide": guide and guide.name,
             },
             "documents": documents and documents.describe(),
             "evaluation": evaluator.describe() if hasattr(evaluator, "describe") else None,
@@ -586,7 +574,6 @@ class ContAccumTrainer(SentenceTransformerTrainer):
     def save_model(self, output_dir: str | None = None, _internal_call: bool = False) -> None:
         """Save the model as transformers does, without its pickled arguments and credentials."""
         folder = Path(str(output_dir or self.args.output_dir))
-        restore_random_states = capture_random_states()
         if self.engine is not None:
             weights = None
             # Until DeepSpeed's engine exists, the model itself has the full weights.
@@ -596,9 +583,8 @@ class ContAccumTrainer(SentenceTransformerTrainer):
             if self.args.push_to_hub and not _internal_call:
                 self.push_to_hub("Model save")
         elif self.args.should_save:  # sentence-transformers would write on every rank
-            super().save_model(str(folder), _internal_call)  # also uploads
-        # A model card shows random rows of the data, and saving must not change the training.
-        restore_random_states()
+            with keep_random_states():  # a model card shows random rows of the data
+                super().save_model(str(folder), _internal_call)  # also uploads
         if self.args.should_save:
             # Pickled arguments could run code when they are loaded. Credentials and local paths
             # would be published with the model.
@@ -614,23 +600,12 @@ class ContAccumTrainer(SentenceTransformerTrainer):
     def push_to_hub(self, commit_message: str | None = "End of training", **kwargs: Any) -> Any:  # type: ignore[override]  # all but the message by keyword
         """Upload the model and its card, but no other file, because those contain local paths.
 
-        Args:
-            commit_message: message of the commit.
-            **kwargs: ``token``, ``revision`` and ``private`` replace the values of the arguments.
-
-        Returns:
-            The URL of the commit; None on other ranks than the first.
+        ``token``, ``revision`` and ``private`` replace the values of the arguments. The result is
+        the URL of the commit; None on other ranks than the first.
         """
         args = self.args
         name = args.hub_model_id or Path(str(args.output_dir)).resolve().name
         self.model.model_card_data.set_model_id(name)
-        options: dict[str, Any] = {
-            "token": args.hub_token,
-            "revision": args.hub_revision,
-            "private": args.hub_private_repo,
-        }
-        for key in options.keys() & kwargs.keys():
-            options[key] = kwargs[key]
         with tempfile.TemporaryDirectory() as folder:
             self.save_model(folder, _internal_call=True)
             if not self.is_world_process_zero():
@@ -640,7 +615,9 @@ class ContAccumTrainer(SentenceTransformerTrainer):
                 exist_ok=True,
                 commit_message=commit_message,
                 local_model_path=folder,
-                **options,
+                token=kwargs.get("token", args.hub_token),
+                revision=kwargs.get("revision", args.hub_revision),
+                private=kwargs.get("private", args.hub_private_repo),
             )
 
     def _save_checkpoint(self, model: nn.Module, trial: Any) -> None:
@@ -698,25 +675,19 @@ class ContAccumTrainer(SentenceTransformerTrainer):
         engines.load_full_weights(self.model, weights, is_sharded=self.is_fsdp_enabled)
 
 
-def capture_random_states() -> Callable[[], None]:
-    """Return a function that restores the present states of the random number generators.
+@contextmanager
+def keep_random_states() -> Iterator[None]:
+    """Restore the states of all random number generators after the block.
 
     Evaluation, model cards and the search for a micro-batch size also use random numbers. The
-    training stays the same with and without them, if the states are restored afterwards. They are
-    those of Python, numpy and torch (CPU and every CUDA device).
+    training stays the same with and without them.
     """
     python = random.getstate()
     numpy = np.random.get_state()
-    torch_cpu = torch.get_rng_state()
-    torch_cuda = torch.cuda.get_rng_state_all() if torch.cuda.is_available() else []
-
-    def restore() -> None:
-        random.setstate(python)
-        np.random.set_state(numpy)
-        torch.set_rng_state(torch_cpu)
-        torch.cuda.set_rng_state_all(torch_cuda)
-
-    return restore
+    with torch.random.fork_rng(range(torch.cuda.device_count())):  # also the CPU
+        yield
+    random.setstate(python)
+    np.random.set_state(numpy)
 
 
 # A training by settings --------------------------------------------------------------------------
@@ -729,10 +700,7 @@ def make_trainer(
     data: RunData,
     **trainer_options: Any,
 ) -> ContAccumTrainer:
-    """Return the trainer of a run.
-
-    Without an adapter, the weights of the encoder become float32 (with ``method=query_side``, those
-    of the query tower). ``trainer_options`` are further arguments of the trainer.
+    """Return the trainer of a run; ``trainer_options`` are further arguments of the trainer.
 
     Raises:
         UserError: for a model that cannot be trained on the data or with the arguments.
@@ -741,7 +709,6 @@ def make_trainer(
         # A SentenceTransformer is loaded in the dtype in which it was saved. In bfloat16 or float16
         # most of an update would be lost to rounding.
         encoder = encoder.float()
-    guide = load_guide(settings, args)
     try:
         return ContAccumTrainer(
             encoder,
@@ -749,7 +716,6 @@ def make_trainer(
             data.training.dataset,
             evaluator=data.evaluator,
             data_record=data.training.record(),
-            guide=guide,
             **trainer_options,
         )
     except UserError:
@@ -769,7 +735,6 @@ def train_and_save(
     Args:
         seconds: the time for loading model and data and for the updates; see `RatesByClock`.
         print_line: prints a line about the data.
-        callbacks: further callbacks of the trainer.
 
     Returns:
         The arguments of the training, of its second stage if it has one.
@@ -794,13 +759,12 @@ def train_and_save(
     checkpoint.require_free_folder(args)
     if settings.overwrite_output_dir:
         checkpoints = {path.resolve() for path in checkpoint.find_checkpoints(output_dir)}
-        for name in ("model", "guide"):
-            path = Path(getattr(settings, name) or "").resolve()
-            if not checkpoints.isdisjoint((path, *path.parents)):
-                raise ConfigError(
-                    f"overwrite_output_dir=true with {name}={path}: the run would remove that "
-                    "checkpoint. Copy it to another folder, or set another output_dir"
-                )
+        path = Path(settings.model).resolve()
+        if not checkpoints.isdisjoint((path, *path.parents)):
+            raise ConfigError(
+                f"overwrite_output_dir=true with model={path}: the run would remove that "
+                "checkpoint. Copy it to another folder, or set another output_dir"
+            )
     require_model(settings.model)
     passage_store.check_document_source(args)
     if args.process_index == 0:

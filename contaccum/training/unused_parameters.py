@@ -66,13 +66,8 @@ def freeze_unused_parameters(
 
     A parameter whose module does not run for these features stays trainable, because other rows may
     reach it, for example an expert or another route of a Router. But with several processes, DDP
-    would wait for its gradient in every update. It is frozen then, with a warning.
-
-    Args:
-        args: the arguments of the run.
-        model: the encoder.
-        features: the collated features of some rows, one dictionary per column. Without features,
-            nothing is frozen.
+    would wait for its gradient in every update. It is frozen then, with a warning. ``features`` are
+    those of each column of some rows; without them, nothing is frozen.
 
     Raises:
         ConfigError: if the model has no parameter to train.

@@ -26,6 +26,7 @@ from contaccum.distributed import over_ranks, rank, world_size
 from contaccum.encoders.grad_norms import TowerGradNorms
 from contaccum.errors import UserError, is_out_of_memory
 from contaccum.training.arguments import ContAccumTrainingArguments
+from contaccum.training.engines import describe_engine
 from contaccum.training.losses import (
     Batch,
     get_batch_loss,
@@ -48,67 +49,49 @@ NO_BATCH = (
 )
 """The error for a data loader without a batch."""
 REMEDY_WITHOUT_NEGATIVES = (
-    "Check that texts differ after they are cut to the maximum length, and that prompts, query ids "
-    "or a guide do not mask every negative"
+    "Check that texts differ after they are cut to the maximum length, and that prompts or "
+    "query ids do not mask every negative"
 )
 """What to do if queries have no negatives to learn from."""
 
 _MAX_REASON_LENGTH = 160  # characters of an out-of-memory error that are shown
 _MAX_ROWS_SHOWN = 16  # row numbers in a message
 
-MicroStep = Callable[[nn.Module, Batch, float, bool], Tensor]
-"""`ContAccumTrainer.micro_step`: forward and backward for a micro-batch or a part of it."""
+MicroStep = Callable[[nn.Module, Batch, float, bool], Tensor]  # `ContAccumTrainer.micro_step`
 
 
 @dataclass
 class Update:
-    """The micro-batches of an update on this rank, and the measurements of its micro-steps.
+    """The micro-batches of an update on this rank, and the measurements of its micro-steps."""
 
-    Attributes:
-        number: number of the update in the run, from 1.
-        started: value of ``time.perf_counter`` when the update started.
-        pairs: number of pairs in each micro-batch, also in those to come; 0 if it is unknown.
-        pairs_of_sets: number of pairs of the whole update, by data set.
-        micro_batches: the collated micro-batches so far. The last one may still be in training.
-        losses: the loss of each micro-step, of shape (), multiplied by its share of the pairs, so
-            that the sum is the loss of the update.
-        micro_batch_of_loss: for each entry of ``losses``, its index in ``micro_batches``.
-        grad_norms: gradient norms of the towers for the log, by name.
-        grad_norm: gradient norm of the whole model, over all ranks; None if it is unknown.
-        learning_rate: learning rate of the first parameter group in this update.
-        log_entries: further entries for the update's line in the log.
-    """
-
-    number: int
-    started: float
+    number: int  # in the run, from 1
+    started: float  # value of time.perf_counter
+    # Pairs in each micro-batch, also in those to come (0: unknown), and of the update by data set.
     pairs: list[int] = field(default_factory=list)
     pairs_of_sets: Counter[str | None] = field(default_factory=Counter)
-    micro_batches: list[Batch] = field(default_factory=list)
+    micro_batches: list[Batch] = field(default_factory=list)  # the last may still be in training
+    # The loss of each micro-step, of shape (), times its share of the pairs: their sum is the loss
+    # of the update. Beside it, the index of its micro-batch.
     losses: list[Tensor] = field(default_factory=list)
     micro_batch_of_loss: list[int] = field(default_factory=list)
-    grad_norms: dict[str, float] = field(default_factory=dict)
-    grad_norm: float | None = None
-    learning_rate: float = 0.0
-    log_entries: dict[str, Any] = field(default_factory=dict)
+    grad_norms: dict[str, float] = field(default_factory=dict)  # of the towers, for the log
+    grad_norm: float | None = None  # of the whole model, over all ranks
+    learning_rate: float = 0.0  # of the first parameter group
+    log_entries: dict[str, Any] = field(default_factory=dict)  # further entries of its line
 
 
 class Updates:
     """Runner of the updates of a training run, one micro-batch at a time.
 
     Args:
-        args: the arguments of the run.
         loss: the training loss, or a dictionary with one loss for each data set.
-        accelerator: the trainer's Accelerator.
         count_pairs: returns the number of pairs in a collated batch; 0 if it is unknown.
         smallest: the smallest number of rows with which every query has a negative; ``max_rows``
             never becomes smaller. The parts of an uneven batch may have fewer rows.
-        has_full_gradients: whether every rank has the full gradient of every parameter, which is
-            not so with FSDP or DeepSpeed.
 
     Attributes:
         current: the update in progress.
         max_rows: the maximum number of rows per micro-step; None until memory has run out.
-        smallest: as above.
         num_trained: number of updates of the run that have trained: their gradient and learning
             rate were not 0, and they were finite.
         num_skipped: number of updates that were skipped, because they were not finite.
@@ -121,7 +104,6 @@ class Updates:
         accelerator: Accelerator,
         count_pairs: Callable[[Batch], int],
         smallest: int,
-        has_full_gradients: bool,
     ) -> None:
         self.current = Update(1, time.perf_counter())
         self.max_rows: int | None = None
@@ -132,7 +114,6 @@ class Updates:
         self._accelerator = accelerator
         self._count_pairs = count_pairs
         self.smallest = smallest
-        self._has_full_gradients = has_full_gradients
         self._tower_norms: TowerGradNorms | None = None
         for loss_of_set in list_parts(loss):
             loss_of_set.register_forward_hook(_multiply_by_nan_if_nonfinite)
@@ -156,10 +137,7 @@ class Updates:
         When memory runs out, the rows of a micro-step (with a gradient cache: of a mini-batch) are
         halved for the rest of the run. The gradient is dropped, and the update starts again from
         its first micro-batch. Pairs that this update had already added to the bank are then in the
-        bank twice.
-
-        Returns:
-            The loss of the micro-batch, multiplied by its share of the update's pairs, of shape ().
+        bank twice. The result is the loss, multiplied by its share of the update's pairs.
 
         Raises:
             UserError: if memory runs out and no smaller micro-batch is possible.
@@ -172,7 +150,9 @@ class Updates:
         while True:  # until the micro-batch fits into memory
             if self._tower_norms is None:
                 encoder = self._accelerator.unwrap_model(model, keep_torch_compile=False)
-                self._tower_norms = TowerGradNorms(encoder, model, self._has_full_gradients)
+                # FSDP and DeepSpeed leave only a part of each gradient on a rank.
+                has_full_gradients = describe_engine(self._accelerator) is None
+                self._tower_norms = TowerGradNorms(encoder, model, has_full_gradients)
             try:
                 loss = self._run_micro_steps(model, micro_step, first)
                 break
@@ -280,12 +260,9 @@ class Updates:
             set_mini_batch_size(self._loss, rows)
 
     def set_micro_batch_size(self, num_pairs: int) -> None:
-        """Use micro-batches of at most ``num_pairs`` pairs from now on.
-
-        The size is the largest one that divides the pairs per update of this rank. A run that is
-        resumed on more ranks has fewer of them.
-        """
+        """Use micro-batches of at most ``num_pairs`` pairs from now on."""
         args = self._args
+        # A run that is resumed on more ranks has fewer pairs per update on each of them.
         pairs_per_update = args.per_device_train_batch_size * args.gradient_accumulation_steps
         num_pairs = find_largest_divisor(pairs_per_update, num_pairs)
         args.set_micro_batch_size(num_pairs)
@@ -306,8 +283,6 @@ class Updates:
 
         Args:
             norm: norm of the model's gradient over all ranks, after the last micro-step.
-            model: the model in its wrappers, such as DDP.
-            optimizer: the optimizer, before its step.
             find_rows: function from indices of micro-batches in the update to their rows in the
                 training data; it returns None if the rows are unknown.
 
@@ -387,9 +362,8 @@ class Updates:
 def _multiply_by_nan_if_nonfinite(module: nn.Module, arguments: Any, loss: Any) -> Any:
     """Make the gradient of a loss NaN if its value is not finite; a forward hook of the loss.
 
-    A loss can be infinite while its gradient is finite. With the hook, the trainer has to check
-    only the norm of the gradient over all ranks, and also detects a loss that is not finite on
-    another rank.
+    A loss can be infinite while its gradient is finite. With the hook, the norm of the gradient
+    over all ranks shows both, also on another rank.
     """
     if not isinstance(loss, Tensor):
         return loss
@@ -415,16 +389,9 @@ def get_gradient_scale(accelerator: Accelerator) -> float:
 def split_rows(inputs: Batch, max_rows: int | None) -> list[tuple[Batch, float]]:
     """Split a collated batch into parts of at most ``max_rows`` rows; None for a single part.
 
-    Returns:
-        Each part with its share of the batch's rows, a fraction.
-
-    Raises:
-        UserError: for a batch whose tensors have different lengths, which cannot be split by rows.
+    Each part comes with its share of the batch's rows, a fraction.
     """
-    tensors: dict[str, Tensor] = {}
-    for key, value in inputs.items():
-        if isinstance(value, Tensor) and value.ndim:
-            tensors[key] = value
+    tensors = {key: x for key, x in inputs.items() if isinstance(x, Tensor) and x.ndim}
     lengths = {len(tensor) for tensor in tensors.values()}
     num_rows = max(lengths)
     if max_rows is None or num_rows <= max_rows:

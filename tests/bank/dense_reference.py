@@ -39,20 +39,8 @@ class Pair(NamedTuple):
     documents: Tensor  # (1 + h, d), its passage and its hard negatives
     query_id: Tensor  # (), NO_ID if it has no id
     document_ids: Tensor  # (1 + h,)
-    guide_query: Tensor  # (g,), g = 0 without a guide
-    guide_documents: Tensor  # (1 + h, g)
     passage_mean: Tensor  # (d,)
     is_finite: bool = True
-
-
-class Texts(NamedTuple):
-    """Texts of one tower, in the order of their pairs: the rows or the columns of the matrix."""
-
-    embeddings: Tensor  # (t, d)
-    pair_index: Tensor  # (t,), the pair that a text belongs to
-    query_ids: Tensor  # (t,), id of the pair's query; NO_ID for hard negatives
-    document_ids: Tensor  # (t,), id of the document; for a query, id of its passage
-    guide: Tensor  # (t, g)
 
 
 class TowerMean:
@@ -113,9 +101,6 @@ class DenseReference:
         mask_duplicates: bool = True,
         bank_hard_negatives: bool = True,
         drift_compensation: str = "auto",
-        false_negative_margin: float | None = None,
-        guide_margin: float = 0.0,
-        guide_margin_strategy: str = "absolute",
     ) -> None:
         self.bank_size = bank_size
         self.positives = positives
@@ -126,9 +111,6 @@ class DenseReference:
         self.mask_duplicates = mask_duplicates
         self.bank_hard_negatives = bank_hard_negatives
         self.drift_compensation = drift_compensation
-        self.false_negative_margin = false_negative_margin
-        self.guide_margin = guide_margin
-        self.guide_margin_strategy = guide_margin_strategy
 
         self.history: list[Pair] = []
         self.query_means: list[Tensor] = []  # query tower's mean when each pair was stored
@@ -150,26 +132,30 @@ class DenseReference:
         self,
         inputs: Sequence[Tensor],
         ids: Sequence[Tensor] = (),
-        guide: Sequence[Tensor] = (),
     ) -> Tensor:
         """Compute the loss of a micro-batch, and store the micro-batch in the history.
 
         Args:
             inputs: queries (n, d), passages (n, d) and, if any, hard negatives (n, h, d).
             ids: ids of the same texts, or an empty sequence.
-            guide: guide embeddings of the same texts, or an empty sequence.
         """
         embeddings = [self._normalize(x) for x in inputs]
         queries = embeddings[0]
-        documents = join_documents(embeddings)
+        documents = torch.cat([embeddings[1][:, None], *embeddings[2:]], dim=1)  # (n, 1 + h, d)
         if self._centres_passages(documents):
             documents.register_hook(_subtract_mean_over_documents)
         query_mean = self.query_mean
         passage_mean = self.passage_mean
-        if self._moves_entries() and not self.probes:
+        if self.drift_compensation == "auto" and not self.probes:
             query_mean = query_mean.compute_next(queries.detach())
             passage_mean = passage_mean.compute_next(embeddings[1].detach())
-        local = make_pairs(queries, documents, ids, guide, passage_mean.mean)
+        query_ids = torch.full((len(queries),), NO_ID)
+        document_ids = torch.full(documents.shape[:2], NO_ID)
+        if ids:
+            query_ids = ids[0]
+            document_ids = torch.cat([ids[1][:, None], *ids[2:]], dim=1)
+        columns = (queries, documents, query_ids, document_ids)
+        local = [Pair(*texts, passage_mean.mean) for texts in zip(*columns, strict=True)]
         loss = self._compute_loss(local, query_mean.mean)
         is_finite = bool(loss.isfinite()) and all(bool(x.isfinite().all()) for x in inputs)
         if is_finite:
@@ -191,7 +177,7 @@ class DenseReference:
         is_first = not self.probes
         if not is_first:
             _, old_queries, old_passages = self.probes[-1]
-            if self._moves_entries():
+            if self.drift_compensation == "auto":
                 self.query_mean.mean = self.query_mean.mean + (queries - old_queries).mean(0)
                 self.passage_mean.mean = self.passage_mean.mean + (passages - old_passages).mean(0)
         spacing = max(64, self.bank_size // 32 + 1)
@@ -223,65 +209,41 @@ class DenseReference:
         num_rows = len(pairs) if self.has_query_bank else n
         passage_mean = local[0].passage_mean
 
-        rows = make_query_texts(pairs[:num_rows])
-        columns = make_document_texts(pairs, passage_mean)
-        drift = torch.zeros_like(rows.embeddings)
+        # The rows: queries, with the ids of the query and of its passage.
+        queries = torch.stack([pair.query for pair in pairs[:num_rows]])
+        query_ids = torch.stack([pair.query_id for pair in pairs])
+        passage_ids = torch.stack([pair.document_ids[0] for pair in pairs[:num_rows]])
+
+        # The columns: documents, moved to the current mean. The first of a pair is its passage,
+        # which has the id of its query as well.
+        documents = torch.cat([pair.documents - pair.passage_mean + passage_mean for pair in pairs])
+        document_ids = torch.cat([pair.document_ids for pair in pairs])
+        num_documents = torch.tensor([len(pair.documents) for pair in pairs])
+        passages = num_documents.cumsum(0) - num_documents  # column of each pair's passage
+        query_ids_of_columns = torch.full_like(document_ids, NO_ID)
+        query_ids_of_columns[passages] = query_ids
+
+        drift = torch.zeros_like(queries)
         is_noise = len(self.history) <= PAIRS_PER_MEAN and not self.probes
-        if self._moves_entries() and not is_noise:
+        if self.drift_compensation == "auto" and not is_noise:
             for row, number in enumerate(banked_numbers[: num_rows - n], start=n):
                 drift[row] = query_mean - self._get_stored_query_mean(number)
-        similarities = rows.embeddings @ columns.embeddings.T
-        gradient_only = columns.embeddings - columns.embeddings.detach()
-        similarities = similarities + drift @ gradient_only.T
+        similarities = queries @ documents.T + drift @ (documents - documents.detach()).T
 
-        is_positive = _find_positives(rows, columns)
-        positive_similarities = similarities[is_positive]
-        guide_cosines = (rows.guide * columns.guide[is_positive.int().argmax(1)]).sum(1)
-        excluded = self._find_false_negatives(
-            rows, columns, similarities, positive_similarities, guide_cosines
-        )
-        excluded &= ~is_positive
+        excluded = torch.zeros(similarities.shape, dtype=torch.bool)
+        if self.mask_duplicates:
+            excluded |= _have_equal_ids(passage_ids, document_ids)
+            excluded |= _have_equal_ids(query_ids[:num_rows], query_ids_of_columns)
+            for query_id, passage_id in self.positives:
+                is_row = query_ids[:num_rows] == query_id
+                excluded |= is_row[:, None] & (document_ids == passage_id)
+        positives = torch.arange(num_rows), passages[:num_rows]
+        excluded[positives] = False
         self.masked_share = excluded[:n].sum().item() / max(n * (excluded.shape[1] - 1), 1)
 
         logits = (similarities / self.temperature).masked_fill(excluded, -math.inf)
-        losses = logits.logsumexp(1) - positive_similarities / self.temperature
+        losses = logits.logsumexp(1) - similarities[positives] / self.temperature
         return losses.sum() / (num_rows if self.normalize_by == "all" else n)
-
-    def _find_false_negatives(
-        self,
-        rows: Texts,
-        columns: Texts,
-        similarities: Tensor,
-        positive_similarities: Tensor,
-        guide_cosines: Tensor,
-    ) -> Tensor:
-        """Find the false negatives of each row; the row's own positive may be among them.
-
-        BankedInfoNCE decides this when a row and a column are first scored. The decision is the
-        same later, because all documents of the matrix have moved by the same vector.
-
-        Args:
-            positive_similarities: (r,), similarity of each row's query and its own positive.
-            guide_cosines: (r,), cosine of the same texts by the guide.
-        """
-        excluded = torch.zeros(similarities.shape, dtype=torch.bool)
-        if self.mask_duplicates:
-            excluded |= _have_equal_ids(rows.document_ids, columns.document_ids)
-            excluded |= _have_equal_ids(rows.query_ids, columns.query_ids)
-            for query_id, passage_id in self.positives:
-                is_row = rows.query_ids == query_id
-                is_column = columns.document_ids == passage_id
-                excluded |= is_row[:, None] & is_column
-        if self.false_negative_margin is not None:
-            ceilings = positive_similarities + self.false_negative_margin
-            excluded |= similarities > ceilings[:, None]
-        if rows.guide.shape[1] > 0:
-            margins = torch.full_like(guide_cosines, self.guide_margin)
-            if self.guide_margin_strategy == "relative":
-                margins = self.guide_margin * guide_cosines.abs()
-            ceilings = guide_cosines - margins
-            excluded |= rows.guide @ columns.guide.T > ceilings[:, None]
-        return excluded
 
     def _normalize(self, embeddings: Tensor) -> Tensor:
         if self.similarity == "cos":
@@ -295,16 +257,13 @@ class DenseReference:
         for pair in local:
             documents = pair.documents.detach()
             document_ids = pair.document_ids
-            guide_documents = pair.guide_documents
             if not self.bank_hard_negatives:
                 documents = documents[:1]
                 document_ids = document_ids[:1]
-                guide_documents = guide_documents[:1]
             stored = pair._replace(
                 query=pair.query.detach(),
                 documents=documents,
                 document_ids=document_ids,
-                guide_documents=guide_documents,
                 is_finite=is_finite,
             )
             self.history.append(stored)
@@ -324,9 +283,6 @@ class DenseReference:
         """Return the query tower's mean that is stored for the run of a pair."""
         pairs_per_run = min(self.block_size, PAIRS_PER_MEAN)
         return self.query_means[number - number % pairs_per_run]
-
-    def _moves_entries(self) -> bool:
-        return self.drift_compensation in ("auto", "mean")
 
     def _centres_passages(self, documents: Tensor) -> bool:
         """Return True if the passages' gradients are centred.
@@ -352,89 +308,6 @@ class DenseReference:
             younger_age = age
             younger_residual = residual
         return math.inf
-
-
-def join_documents(embeddings: Sequence[Tensor]) -> Tensor:
-    """Join passages (n, d) and hard negatives (n, h, d) to (n, 1 + h, d), and skip the queries."""
-    return torch.cat([embeddings[1][:, None], *embeddings[2:]], dim=1)
-
-
-def make_pairs(
-    queries: Tensor,
-    documents: Tensor,
-    ids: Sequence[Tensor],
-    guide: Sequence[Tensor],
-    passage_mean: Tensor,
-) -> list[Pair]:
-    """Split a micro-batch into pairs; queries are (n, d) and documents (n, 1 + h, d)."""
-    n = len(queries)
-    query_ids = torch.full((n,), NO_ID)
-    document_ids = torch.full(documents.shape[:2], NO_ID)
-    if ids:
-        query_ids = ids[0]
-        document_ids = torch.cat([ids[1][:, None], *ids[2:]], dim=1)
-    guide_queries = torch.zeros(n, 0, dtype=torch.float64)
-    guide_documents = torch.zeros(*documents.shape[:2], 0, dtype=torch.float64)
-    if guide:
-        guide_queries = normalize(guide[0], dim=-1)
-        guide_documents = normalize(join_documents(guide), dim=-1)
-    pairs = []
-    for i in range(n):
-        pair = Pair(
-            query=queries[i],
-            documents=documents[i],
-            query_id=query_ids[i],
-            document_ids=document_ids[i],
-            guide_query=guide_queries[i],
-            guide_documents=guide_documents[i],
-            passage_mean=passage_mean,
-        )
-        pairs.append(pair)
-    return pairs
-
-
-def make_query_texts(pairs: Sequence[Pair]) -> Texts:
-    """Return the queries of pairs."""
-    return Texts(
-        embeddings=torch.stack([pair.query for pair in pairs]),
-        pair_index=torch.arange(len(pairs)),
-        query_ids=torch.stack([pair.query_id for pair in pairs]),
-        document_ids=torch.stack([pair.document_ids[0] for pair in pairs]),
-        guide=torch.stack([pair.guide_query for pair in pairs]),
-    )
-
-
-def make_document_texts(pairs: Sequence[Pair], passage_mean: Tensor) -> Texts:
-    """Return the passages and hard negatives of pairs, moved to the current mean."""
-    embeddings = []
-    pair_index = []
-    query_ids = []
-    for index, pair in enumerate(pairs):
-        num_documents = len(pair.documents)
-        query_ids_of_pair = torch.full((num_documents,), NO_ID)
-        query_ids_of_pair[0] = pair.query_id
-        embeddings.append(pair.documents - pair.passage_mean + passage_mean)
-        pair_index.append(torch.full((num_documents,), index))
-        query_ids.append(query_ids_of_pair)
-    return Texts(
-        embeddings=torch.cat(embeddings),
-        pair_index=torch.cat(pair_index),
-        query_ids=torch.cat(query_ids),
-        document_ids=torch.cat([pair.document_ids for pair in pairs]),
-        guide=torch.cat([pair.guide_documents for pair in pairs]),
-    )
-
-
-def _find_passages(documents: Texts) -> Tensor:
-    """Return the position of each pair's passage, which is the first of its documents."""
-    return torch.searchsorted(documents.pair_index, documents.pair_index.unique())
-
-
-def _find_positives(rows: Texts, columns: Texts) -> Tensor:
-    """Return bool (r, c), True where the column is the passage of the row's pair."""
-    is_passage = torch.zeros(len(columns.pair_index), dtype=torch.bool)
-    is_passage[_find_passages(columns)] = True
-    return (rows.pair_index[:, None] == columns.pair_index) & is_passage
 
 
 def _have_equal_ids(row_ids: Tensor, column_ids: Tensor) -> Tensor:

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from contaccum import BankedInfoNCE
+from contaccum.bank.centering import GradientCentering
 from contaccum.bank.logits import make_pairs, stack_ids, stack_texts
 from contaccum.bank.memory_bank import MemoryBank, score_blocks
 from contaccum.settings import InfoNCESettings
@@ -52,19 +54,32 @@ def call_loss(
     loss_fn: BankedInfoNCE,
     embeddings: Sequence[Tensor],
     ids: Sequence[Tensor] = (),
-    guide: Sequence[Tensor] = (),
 ) -> Tensor:
     """Call the loss with ids of queries, passages and hard negatives, or fewer columns."""
     names = ("query_ids", "passage_ids", "negative_ids")
     ids_by_name = dict(zip(names, ids, strict=False))  # stops at the last column with ids
-    return loss_fn(*embeddings, **ids_by_name, guide=guide)
+    return loss_fn(*embeddings, **ids_by_name)
 
 
 def enqueue(bank: MemoryBank, embeddings: Sequence[Tensor], ids: Sequence[Tensor] = ()) -> None:
     """Score and append pairs to a bank that belongs to no loss, as `BankedInfoNCE` does."""
     texts = stack_texts(embeddings).to(bank.documents)
     text_ids = stack_ids(*ids, *[None] * (3 - len(ids)), texts)
-    bank.ensure_shape(texts.shape[2], texts.shape[1] - 2, guide_dim=0)
+    bank.ensure_shape(texts.shape[2], texts.shape[1] - 2)
     settings = InfoNCESettings(temperature=bank.temperature)
     local = make_pairs(texts, text_ids, bank.temperature)
     bank.append(local, score_blocks(local, bank, settings), torch.tensor(False))
+
+
+class NoCentering(GradientCentering):
+    """Centring that leaves every gradient as it is."""
+
+    def __call__(self, *args: Any) -> None:
+        """Change nothing."""
+
+
+def make_loss_without_centring(bank_size: int, **settings: Any) -> BankedInfoNCE:
+    """Make a loss that moves and retires its entries as usual."""
+    loss_fn = BankedInfoNCE(bank_size, **settings)
+    loss_fn.centering = NoCentering(None)
+    return loss_fn

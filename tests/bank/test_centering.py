@@ -1,14 +1,13 @@
 """Centring of the passages' gradients: over an update, or over each micro-batch by itself.
 
-Without a probe, `auto` and `mean` treat the entries alike, but only `auto` centres, from the second
-update on, when pairs of an older encoder are in use.
+Gradients are centred from the second update on, when pairs of an older encoder are in use.
 """
 
 from __future__ import annotations
 
 import pytest
 import torch
-from micro_batches import draw_embeddings, make_leaves
+from micro_batches import draw_embeddings, make_leaves, make_loss_without_centring
 from torch import Tensor
 
 from contaccum import BankedInfoNCE
@@ -68,7 +67,7 @@ def spread_remainder(gradients: list[Tensor]) -> list[Tensor]:
 def test_the_remainder_of_passages_is_spread_over_the_remaining_rows_if_aged_entries_are_in_use():
     """In the first update there are no aged entries."""
     auto = BankedInfoNCE(200, temperature=5.0, pairs_per_update=N * NUM_STEPS)
-    plain = BankedInfoNCE(200, temperature=5.0, drift_compensation="mean")
+    plain = make_loss_without_centring(200, temperature=5.0)
     updates = train(auto, [N] * NUM_STEPS, num_updates=3)
     plain_updates = train(plain, [N] * NUM_STEPS, num_updates=3)
     for number, (update, plain_update) in enumerate(zip(updates, plain_updates, strict=True)):
@@ -140,9 +139,8 @@ def test_the_finite_micro_batches_of_an_update_sum_to_zero(bad_step):
 
 
 def test_a_forward_in_eval_mode_is_not_centred_and_changes_no_training_update():
-    def compute_gradients(drift_compensation: str, evaluates: bool) -> tuple[Tensor, Tensor]:
+    def compute_gradients(loss_fn: BankedInfoNCE, evaluates: bool) -> tuple[Tensor, Tensor]:
         """Return the gradients of passages of an update, and of an evaluation within it."""
-        loss_fn = BankedInfoNCE(64, pairs_per_update=3 * N, drift_compensation=drift_compensation)
         train(loss_fn, [N] * 3, num_updates=1)
         generator = torch.Generator().manual_seed(0)
         gradients = []
@@ -159,9 +157,10 @@ def test_a_forward_in_eval_mode_is_not_centred_and_changes_no_training_update():
                 evaluated = inputs[1].grad
         return torch.cat(gradients), evaluated
 
-    gradients, _ = compute_gradients("auto", evaluates=False)
-    gradients_beside_evaluation, evaluated = compute_gradients("auto", evaluates=True)
-    _, expected = compute_gradients("mean", evaluates=True)
+    centred = [BankedInfoNCE(64, pairs_per_update=3 * N) for _ in range(2)]
+    gradients, _ = compute_gradients(centred[0], evaluates=False)
+    gradients_beside_evaluation, evaluated = compute_gradients(centred[1], evaluates=True)
+    _, expected = compute_gradients(make_loss_without_centring(64), evaluates=True)
     assert torch.equal(gradients_beside_evaluation, gradients)
     assert torch.equal(evaluated, expected)
     assert evaluated.sum(0).abs().max() > 1e-6

@@ -10,7 +10,6 @@ from micro_batches import draw_embeddings, enqueue
 from torch import Tensor
 
 from contaccum import MemoryBank
-from contaccum.bank.logits import NO_ID
 
 
 def make_numbered_rows(n: int, start: int, d: int = 3) -> Tensor:
@@ -84,34 +83,6 @@ def test_pairs_retire_in_whole_blocks():
     bank.retire_before(bank.total_enqueued)
     assert bank.in_use == 0
     assert not bank.valid.any()
-
-
-def test_a_slot_that_is_used_again_holds_no_ids_or_negatives_of_its_old_pair():
-    bank = MemoryBank(2, 3, hard_negatives=2)
-    first_id = torch.tensor([1])
-    first = make_numbered_rows(1, 0)
-    ids = [first_id, first_id, torch.tensor([[7]])]
-    enqueue(bank, [first, first, torch.ones(1, 1, 3)], ids)
-    enqueue(bank, [make_numbered_rows(1, 1)] * 2)
-    assert bank.document_ids[0].tolist() == [[1, 7, NO_ID], [NO_ID] * 3]
-    assert bank.valid.tolist() == [[True, True, False], [True, False, False]]
-    enqueue(bank, [make_numbered_rows(1, 2)] * 2)
-    assert (bank.document_ids[:, 0] == NO_ID).all()
-    assert (bank.query_ids[:, 0] == NO_ID).all()
-    assert bank.valid[0].tolist() == [True, False, False]
-
-
-def test_room_for_more_hard_negatives_changes_no_stored_value():
-    bank = MemoryBank(4, 3, dtype=torch.float64)
-    queries, passages, negatives = draw_embeddings(2, h=2, d=3)
-    enqueue(bank, [queries, passages])
-    log_sums = bank.log_sums[:2].clone()
-    bank.ensure_shape(3, hard_negatives=2)
-    assert torch.equal(bank.log_sums[:2], log_sums)
-    assert torch.equal(bank.passages[:2], passages)
-    assert bank.documents.shape == (4, 3, 3)
-    enqueue(bank, [queries, passages, negatives])
-    assert torch.equal(bank.documents[2:, 1:], negatives)
 
 
 def test_pairs_of_a_retired_block_are_not_stored():

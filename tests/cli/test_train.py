@@ -21,7 +21,6 @@ def read_updates(folder: Path) -> list[int]:
 
 
 def test_run_writes_a_model_and_resumes_from_a_checkpoint(places, train, tmp_path, capsys):
-    """The trained model is then used as the model and the guide of another run."""
     output = tmp_path / "out"
     assert train(output, tied="false", save_strategy="epoch") == 0
     assert f"saved {output}; score it with: contaccum evaluate {output}" in capsys.readouterr().out
@@ -32,14 +31,6 @@ def test_run_writes_a_model_and_resumes_from_a_checkpoint(places, train, tmp_pat
     assert f"{output}: the folder contains a finished run" in capsys.readouterr().err
     assert train(output, tied="false", num_train_epochs=2, resume_from_checkpoint="last") == 0
     assert read_updates(output) == [1, 2, 3, 4, 5, 6]
-
-    guided_run = tmp_path / "again"
-    guide = {"guide": output, "guide_margin": 0.0}
-    assert train(guided_run, model=output, **guide) == 0
-    record = json.loads((guided_run / "identity.json").read_text())
-    assert record["model"]["guide"].startswith(str(output))
-    for line in read_lines(guided_run / "train_log.jsonl"):
-        assert 0 < line["masked"] <= 1
 
 
 def test_overwrite_output_dir_is_needed_to_replace_a_run(places, train, tmp_path, capsys):

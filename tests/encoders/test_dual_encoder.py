@@ -248,16 +248,6 @@ def test_models_that_cannot_be_loaded_are_refused(tmp_path, monkeypatch):
             make("some/model")
 
 
-@pytest.mark.parametrize("tied", [True, False])
-def test_freeze_word_embeddings_freezes_nothing_else(tiny_config, tiny_tokenizer, tied):
-    model = DualEncoder.from_backbone(tiny_config, tied=tied, tokenizer=tiny_tokenizer)
-    configure(model, freeze_word_embeddings=True)
-    frozen = {name for name, parameter in model.named_parameters() if not parameter.requires_grad}
-    num_towers = 1 if tied else 2
-    assert len(frozen) == num_towers
-    assert all(name.endswith("word_embeddings.weight") for name in frozen)
-
-
 def test_attention_implementation_is_set_by_name(tiny_config, tiny_tokenizer):
     model = DualEncoder.from_backbone(tiny_config, tokenizer=tiny_tokenizer)
     configure(model, dropout=0.0)

@@ -534,7 +534,6 @@ def test_other_call_in_the_folder_of_an_unfinished_fit_is_refused(root, tmp_path
     [
         ("weights", "another model "),
         ("prompt", "another model "),
-        ("guide", "another guide "),
         ("data", "another data "),
         ("corpus", "another corpus "),
         ("version", "another version "),
@@ -545,8 +544,7 @@ def test_a_fit_does_not_continue_with_files_that_have_changed(
     root, tmp_path, monkeypatch, changed, message
 ):
     """The paths are the same; the stored documents and scores are of the earlier content."""
-    for name in ("model", "guide"):
-        tiny_encoder().save_pretrained(str(tmp_path / name))
+    tiny_encoder().save_pretrained(str(tmp_path / "model"))
     pairs = make_translations(60, 0)
     documents = [{"_id": f"d{row}", "text": text} for row, text in enumerate(WORDS[:30])]
 
@@ -556,7 +554,6 @@ def test_a_fit_does_not_continue_with_files_that_have_changed(
             model=tmp_path / "model",
             corpus=write_lines(tmp_path / "corpus.jsonl", documents),
             output=tmp_path / "out",
-            guide=tmp_path / "guide",
             **SETTINGS,
         )
 
@@ -578,7 +575,7 @@ def test_a_fit_does_not_continue_with_files_that_have_changed(
         other = tiny_encoder()
         with torch.no_grad():
             next(other.parameters()).add_(1.0)
-        other.save_pretrained(str(tmp_path / {"weights": "model", "guide": "guide"}[changed]))
+        other.save_pretrained(str(tmp_path / "model"))
     with pytest.raises(ConfigError, match=message):
         fit()
 
@@ -916,9 +913,9 @@ def test_folder_with_other_files_is_refused(root, tmp_path):
 
 def test_arguments_of_python_are_settings(tmp_path):
     given = read_given(
-        {"learning_rate": None, "bf16": True, "matryoshka_dims": (8, 4), "guide": tmp_path}
+        {"learning_rate": None, "bf16": True, "matryoshka_dims": (8, 4), "corpus": tmp_path}
     )
-    assert given == {"bf16": True, "matryoshka_dims": [8, 4], "guide": str(tmp_path)}
+    assert given == {"bf16": True, "matryoshka_dims": [8, 4], "corpus": str(tmp_path)}
 
 
 def test_settings_of_the_user_are_in_the_config_and_nothing_else_is_tried(root, trained):

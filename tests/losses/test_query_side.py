@@ -20,6 +20,7 @@ from tiny_models import tiny_encoder
 from torch.nn.functional import normalize
 
 from contaccum import DualEncoder
+from contaccum.data.sampling import text_ids
 from contaccum.encoders.dual_encoder import add_query_adapter, train_query_tower_alone
 from contaccum.errors import ConfigError, DataError
 from contaccum.losses.query_side import QuerySideCollator, QuerySideLoss
@@ -55,6 +56,19 @@ def training_pairs(n: int = 24) -> Dataset:
     queries = sentences(n, 6)
     queries[1] = queries[0]
     return Dataset.from_dict({"query": queries, "positive": DOCUMENTS[:n]})
+
+
+@pytest.fixture
+def loss(tmp_path) -> QuerySideLoss:
+    """The loss of a tiny model and a store that it has written."""
+    model = tiny_encoder()
+    return QuerySideLoss(model, write_store(tmp_path, model))
+
+
+def collate(loss: QuerySideLoss, positive: str) -> dict[str, Any]:
+    """Collate a batch of one pair."""
+    data = Dataset.from_dict({"query": ["the cat"], "positive": [positive]})
+    return QuerySideCollator.of_dataset(loss.model, loss.documents, data)([data[0]])
 
 
 @pytest.mark.parametrize("kind", [DualEncoder, SentenceTransformer])
@@ -208,9 +222,8 @@ def test_a_store_that_another_model_wrote_is_refused(tmp_path):
         QuerySideLoss(model, store.folder)
 
 
-def test_a_new_model_of_the_loss_is_checked_and_keeps_its_document_tower(tmp_path):
+def test_a_new_model_of_the_loss_is_checked_and_keeps_its_document_tower(loss):
     """sentence-transformers puts a new model into the loss for each trial of a search."""
-    loss = QuerySideLoss(tiny_encoder(), write_store(tmp_path, tiny_encoder()))
     loss.model = tiny_encoder()
     trained = {name for name, weight in loss.model.named_parameters() if weight.requires_grad}
     assert trained and all(".query." in name for name in trained)
@@ -218,20 +231,20 @@ def test_a_new_model_of_the_loss_is_checked_and_keeps_its_document_tower(tmp_pat
         loss.model = tiny_encoder(similarity="dot")
 
 
-def test_queries_of_another_size_than_the_documents_are_refused(tmp_path):
-    model = tiny_encoder()
-    loss = MatryoshkaLoss(model, QuerySideLoss(model, write_store(tmp_path, model)), [16, 8])
+def test_queries_of_another_size_than_the_documents_are_refused(loss):
+    matryoshka = MatryoshkaLoss(loss.model, loss, [16, 8])
     with pytest.raises(ConfigError, match="without MatryoshkaLoss"):
-        loss(features(model, 4, 1), torch.arange(4)[:, None])
+        matryoshka(features(loss.model, 4, 1), torch.arange(4)[:, None])
 
 
-def test_added_documents_stand_behind_those_of_the_store(tmp_path):
-    model = tiny_encoder()
-    documents = StoreDocuments(write_store(tmp_path, model))
+def test_added_documents_stand_behind_those_of_the_store(loss):
+    model = loss.model
+    documents = loss.documents
     text = "a text that no document has"
-    assert documents.find_rows(_id(text)) == []
+    [text_id] = text_ids([text]).tolist()
+    assert documents.find_rows(text_id) == []
     documents.add([text], encode_texts(model, [text]))
-    assert documents.find_rows(_id(text)) == [40] and len(documents) == 41
+    assert documents.find_rows(text_id) == [40] and len(documents) == 41
     blocks = list(documents.blocks(torch.device("cpu")))
     assert sum(len(block.documents) for block in blocks) == 41
     taken = documents.get_embeddings(torch.tensor([40, 3]))
@@ -262,60 +275,28 @@ def test_blocks_keep_the_number_type_of_the_store(
         assert torch.allclose(torch.stack(rows), expected, atol=1e-6)
 
 
-@pytest.mark.parametrize(("dtype", "num_bytes"), [("float32", 4), ("float16", 2)])
-def test_blocks_stay_on_a_gpu_if_they_need_half_of_its_memory(
-    tmp_path, monkeypatch, dtype, num_bytes
-):
-    store = write_store(tmp_path, tiny_encoder(), dtype=dtype)
-    needed = num_bytes * store.shape[0] * store.shape[1]
-    for free, fits in ((2 * needed + 1, True), (2 * needed, False)):
-        monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device, free=free: (free, free))
-        assert DeviceEmbeddings(store, torch.device("cuda"))._fits() is fits
-
-
-def _id(text: str) -> int:
-    from contaccum.data.sampling import text_ids
-
-    return int(text_ids([text])[0])
-
-
-def test_white_space_around_a_positive_and_the_default_scale(tmp_path):
-    model = tiny_encoder()
-    store = write_store(tmp_path, model)
-    loss = QuerySideLoss(model, store)
+def test_white_space_around_a_positive_and_the_default_scale(loss):
     assert loss.scale == {"cos": 20.0, "dot": 1.0}[loss.documents.similarity]
-    rows = []
-    for text in (DOCUMENTS[3], f" {DOCUMENTS[3]}\n"):
-        data = Dataset.from_dict({"query": ["the cat"], "positive": [text]})
-        collator = QuerySideCollator.of_dataset(model, loss.documents, data)
-        rows.append(collator([data[0]])["label"].tolist())
+    rows = [collate(loss, text)["label"].tolist() for text in (DOCUMENTS[3], f" {DOCUMENTS[3]}\n")]
     assert rows[0] == rows[1]
 
 
-def test_a_positive_that_the_store_lacks_is_named(tmp_path):
-    model = tiny_encoder()
-    loss = QuerySideLoss(model, write_store(tmp_path, model))
-    data = Dataset.from_dict({"query": ["the cat"], "positive": ["nowhere to be found"]})
-    collator = QuerySideCollator.of_dataset(model, loss.documents, data)
+def test_a_positive_that_the_store_lacks_is_named(loss):
     with pytest.raises(DataError, match="lacks the positive 'nowhere"):
-        collator([data[0]])
+        collate(loss, "nowhere to be found")
 
 
-def test_columns_of_hard_negatives_are_named_as_unused(tmp_path, caplog):
-    model = tiny_encoder()
-    documents = StoreDocuments(write_store(tmp_path, model))
+def test_columns_of_hard_negatives_are_named_as_unused(loss, caplog):
     pairs = training_pairs()
-    QuerySideCollator.of_dataset(model, documents, pairs)
+    QuerySideCollator.of_dataset(loss.model, loss.documents, pairs)
     assert "not used" not in caplog.text
     triplets = pairs.add_column("negative", DOCUMENTS[-len(pairs) :])
-    QuerySideCollator.of_dataset(model, documents, triplets)
+    QuerySideCollator.of_dataset(loss.model, loss.documents, triplets)
     assert "the columns negative are not used" in caplog.text
 
 
 def test_queries_are_tokenised_with_the_prompt_that_search_uses(tmp_path):
     model = tiny_encoder(query_prompt="bird ")
     loss = QuerySideLoss(model, write_store(tmp_path, model))
-    data = Dataset.from_dict({"query": ["the cat"], "positive": [DOCUMENTS[3]]})
-    collator = QuerySideCollator.of_dataset(model, loss.documents, data)
-    [tokens] = collator([data[0]])["query_input_ids"]
+    [tokens] = collate(loss, DOCUMENTS[3])["query_input_ids"]
     assert model.tokenizer.decode(tokens, skip_special_tokens=True) == "bird the cat"

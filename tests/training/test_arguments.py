@@ -18,8 +18,6 @@ LOAD_BEST = {**EVALUATE, "load_best_model_at_end": True}
 @pytest.mark.parametrize(
     ("settings", "named"),
     [
-        ({"method": "gradcache"}, "did you mean 'grad_cache'"),
-        ({"distill": "mse"}, "margin_mse, kl"),
         # tests/test_settings.py has the other settings that are refused.
         ({"total_train_batch_size": 10, "per_device_train_batch_size": 4}, "=4"),
         (
@@ -31,7 +29,6 @@ LOAD_BEST = {**EVALUATE, "load_best_model_at_end": True}
             "gradient_accumulation_steps=3",
         ),
         ({**LOAD_BEST, "save_strategy": "epoch"}, "load_best_model_at_end"),
-        ({"max_steps": 0}, "max_steps=0"),
         ({"fp16": True}, "bf16"),
         ({"report_to": "tensorbord"}, "report_to=tensorbord"),
     ],
@@ -127,9 +124,6 @@ def test_every_setting_of_the_loss_is_an_argument_and_is_passed_on_by_name(tmp_p
         "mask_duplicates": False,
         "bank_hard_negatives": False,
         "drift_compensation": "none",
-        "false_negative_margin": 0.1,
-        "guide_margin": 0.2,
-        "guide_margin_strategy": "relative",
     }
     args = ContAccumTrainingArguments(
         output_dir=str(tmp_path),

@@ -164,23 +164,6 @@ def test_auto_starts_a_run_resumes_it_and_stops_at_its_end(tmp_path, caplog):
     assert have_same_weights(third, second)
 
 
-def test_a_run_limited_by_epochs_trains_no_further_update(tmp_path):
-    pairs = 24
-    updates = 3
-    settings = {**SAVE_EVERY_UPDATE, "num_train_epochs": 1.5}
-    trainers = [make_trainer(tmp_path, pairs, **settings) for _ in range(2)]
-    for trainer in trainers:
-        trainer.train(resume_from_checkpoint="auto")
-        assert trainer.state.global_step == updates
-    # The last checkpoint by its name.
-    named = make_trainer(tmp_path, pairs, **settings)
-    named.train(resume_from_checkpoint=str(tmp_path / f"checkpoint-{updates}"))
-    for trainer in (trainers[1], named):
-        assert trainer.state.global_step == updates
-        assert have_same_weights(trainers[0], trainer)
-    assert len(read_log(tmp_path)) == updates
-
-
 def test_a_longer_run_killed_before_its_first_checkpoint_is_not_finished(tmp_path):
     """The killed start has written its own length to identity.json."""
     make_trainer(tmp_path, 12, **SAVE_EVERY_UPDATE, num_train_epochs=1).train()

@@ -6,11 +6,11 @@ from typing import Any
 import pytest
 import yaml
 
-from contaccum.data import read_records
+from contaccum.data import parse_columns, parse_training_sets, read_records
 from contaccum.errors import ConfigError
 from contaccum.settings import Settings, read, replace
 from contaccum.training.arguments import ContAccumTrainingArguments
-from contaccum.training.setup import list_training_sets, load_model
+from contaccum.training.setup import load_model
 
 CONFIGS = Path(__file__).parents[2] / "configs"
 PLACES = {"model": "m", "output_dir": "o", "train_data": ["d"]}
@@ -50,12 +50,12 @@ def test_data_columns_are_a_mapping_in_yaml_and_words_on_the_command_line(tmp_pa
     config = tmp_path / "c.yaml"
     config.write_text("data_columns: {query: question, negatives: hard}")
     words = ["--data_columns", "query=b", "title=c d"]
-    by_yaml = make_settings(str(config))
-    by_words = make_settings(str(config), *words)
-    assert list_training_sets(by_yaml)["d"]["columns"] == {"query": "question", "negatives": "hard"}
-    assert list_training_sets(by_words)["d"]["columns"] == {"query": "b", "title": "c d"}
+    by_yaml = parse_columns(make_settings(str(config)).data_columns)
+    by_words = parse_columns(make_settings(str(config), *words).data_columns)
+    assert by_yaml == {"query": "question", "negatives": "hard"}
+    assert by_words == {"query": "b", "title": "c d"}
     with pytest.raises(ConfigError, match="did you mean 'query'"):
-        list_training_sets(make_settings(data_columns=["qurey=a"]))
+        parse_columns(["qurey=a"])
 
 
 def test_sets_prompts_and_metrics_become_arguments_of_the_trainer(tmp_path):
@@ -73,7 +73,7 @@ def test_sets_prompts_and_metrics_become_arguments_of_the_trainer(tmp_path):
     args = make_arguments(str(config))
     assert args.multi_dataset_batch_sampler == "round_robin"
     assert args.prompts == prompts
-    assert list(list_training_sets(make_settings(str(config)))) == [*prompts]
+    assert list(parse_training_sets(make_settings(str(config)).train_data, {})) == [*prompts]
     assert args.metric_for_best_model == "eval_ndcg@10" and args.greater_is_better
 
 
@@ -117,6 +117,6 @@ def test_the_papers_config_has_the_settings_of_the_paper():
 def test_a_home_folder_is_expanded_in_models_and_data(tmp_path, monkeypatch):
     monkeypatch.setenv("HOME", str(tmp_path))
     (tmp_path / "pairs.jsonl").write_text('{"query": "q", "positive": "p"}')
-    settings = make_settings("--model=~/m", "--guide=~/g", "--train_data=~/pairs.jsonl")
-    assert (settings.model, settings.guide) == (f"{tmp_path}/m", f"{tmp_path}/g")
+    settings = make_settings("--model=~/m", "--train_data=~/pairs.jsonl")
+    assert settings.model == f"{tmp_path}/m"
     assert len(list(read_records(settings.train_data[0]))) == 1

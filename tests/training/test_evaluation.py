@@ -104,12 +104,14 @@ def test_the_last_update_is_evaluated_with_any_interval(tmp_path):
         assert "eval_samples_per_second" not in line
 
 
-def test_the_best_checkpoint_remains_and_is_loaded_at_the_end(tmp_path):
+def test_the_best_checkpoint_and_folders_of_the_user_remain_and_the_best_is_loaded(tmp_path):
     evaluator = FixedScores({1: 0.2, 2: 0.7, 3: 0.1})
-    trainer = make_trainer(tmp_path, evaluator=evaluator, save_total_limit=2, **LOAD_BEST)
+    trainer = make_trainer(tmp_path, evaluator=evaluator, save_total_limit=1, **LOAD_BEST)
+    (tmp_path / "checkpoint-1-copy").mkdir()
     trainer.train()
+    assert trainer.args.save_total_limit == 1
     names = sorted(path.name for path in tmp_path.glob("checkpoint-*"))
-    assert names == ["checkpoint-2", "checkpoint-3"]
+    assert names == ["checkpoint-1-copy", "checkpoint-2", "checkpoint-3"]
     best = load_file(tmp_path / "checkpoint-2" / "model.safetensors")
     last = load_file(tmp_path / "checkpoint-3" / "model.safetensors")
     loaded = {}
@@ -120,17 +122,6 @@ def test_the_best_checkpoint_remains_and_is_loaded_at_the_end(tmp_path):
     assert shared
     assert all(torch.equal(best[key], loaded[key]) for key in shared)
     assert any(not torch.equal(best[key], last[key]) for key in shared)
-
-
-def test_with_a_limit_of_one_the_best_checkpoint_and_folders_of_the_user_remain(tmp_path):
-    evaluator = FixedScores({1: 0.2, 2: 0.7, 3: 0.1})
-    trainer = make_trainer(tmp_path, evaluator=evaluator, save_total_limit=1, **LOAD_BEST)
-    copied_folder = tmp_path / "checkpoint-1-copy"
-    copied_folder.mkdir()
-    trainer.train()
-    names = sorted(path.name for path in tmp_path.glob("checkpoint-*"))
-    assert names == ["checkpoint-1-copy", "checkpoint-2", "checkpoint-3"]
-    assert trainer.args.save_total_limit == 1
 
 
 def test_early_stopping_counts_evaluations_across_restarts(tmp_path, caplog):

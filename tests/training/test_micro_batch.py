@@ -84,17 +84,7 @@ def test_a_size_that_auto_found_is_lowered_if_a_rank_has_fewer_pairs_per_update(
     assert trainer.args.gradient_accumulation_steps == 2
 
 
-def test_auto_measures_memory_in_training_mode_and_with_texts_for_missing_negatives(
-    tmp_path, monkeypatch
-):
-    trainer = make_trainer(tmp_path, **AUTO)
-    trainer.model.eval()
-    modes = []
-    monkeypatch.setattr(
-        micro_batch, "try_micro_batch", lambda *_: modes.append(trainer.model.training)
-    )
-    trainer.get_train_dataloader()
-    assert modes and all(modes)
+def test_the_longest_rows_have_texts_for_missing_negatives():
     columns = {"query": ["a", "b c"], "positive": ["d e f", "g"], "negative_1": [None, None]}
     rows = micro_batch.make_longest_rows(Dataset.from_dict(columns), 1)
     assert rows == [{"query": "b c", "positive": "d e f", "negative_1": "d e f"}]

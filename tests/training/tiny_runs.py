@@ -28,7 +28,7 @@ DEFAULTS = {
 }
 """Arguments of every run here, unless a test sets others."""
 
-TRAINER_OPTIONS = ("evaluator", "eval_dataset", "loss", "callbacks", "data_record", "guide")
+TRAINER_OPTIONS = ("evaluator", "eval_dataset", "loss", "callbacks", "data_record")
 """Settings of `make_trainer` that are passed to the trainer itself."""
 AUTO = {
     "per_device_train_batch_size": "auto",
