@@ -58,7 +58,9 @@ def embed(
     session.mount(url, HTTPAdapter(max_retries=RETRIES))
     session.auth = _add_key
     embeddings = []
-    for start in trange(0, len(texts), batch_size, desc="Server", disable=not show_progress):
+    for start in trange(
+        0, len(texts), batch_size, desc="Server", leave=False, disable=not show_progress
+    ):
         batch = texts[start : start + batch_size]
         content = {"model": served_model, "input": batch, "encoding_format": "float"}
         try:
