@@ -36,6 +36,13 @@ KEPT = (
 BYTES_PER_UNIT = 1 if sys.platform == "darwin" else 1024  # of the memory that wait4 returns
 
 
+def count_cores() -> int:
+    """Return the number of CPU cores that this process, and so the fit, may use."""
+    if hasattr(os, "sched_getaffinity"):  # not on macOS
+        return len(os.sched_getaffinity(0))
+    return os.cpu_count() or 1
+
+
 def main() -> int:
     """Run the fit in a process of its own, and return its exit code."""
     parser = argparse.ArgumentParser(
@@ -55,7 +62,7 @@ def main() -> int:
     if exit_code == 0:
         result = read_json(args.output / "result.json")
         record = {name: result[name] for name in KEPT}
-        record["cpu_cores"] = os.cpu_count()
+        record["cpu_cores"] = count_cores()
         record["peak_memory_mb"] = round(usage.ru_maxrss * BYTES_PER_UNIT / 2**20)
         write_json(RECORD, record)
     return exit_code
