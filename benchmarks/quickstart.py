@@ -33,6 +33,8 @@ KEPT = (
     "made_with",
 )
 """Parts of result.json. The others have texts of MedQuAD, or repeat these."""
+PATHS = ("model", "train_data", "passage_store")
+"""Settings of a candidate that name folders of this machine, which are left out."""
 BYTES_PER_UNIT = 1 if sys.platform == "darwin" else 1024  # of the memory that wait4 returns
 
 
@@ -60,12 +62,20 @@ def main() -> int:
     _, status, usage = os.wait4(process.pid, 0)
     exit_code = os.waitstatus_to_exitcode(status)
     if exit_code == 0:
-        result = read_json(args.output / "result.json")
-        record = {name: result[name] for name in KEPT}
-        record["cpu_cores"] = count_cores()
-        record["peak_memory_mb"] = round(usage.ru_maxrss * BYTES_PER_UNIT / 2**20)
-        write_json(RECORD, record)
+        write_record(args.output, usage.ru_maxrss * BYTES_PER_UNIT)
     return exit_code
+
+
+def write_record(folder: Path, peak_bytes: int) -> None:
+    """Write the record of the finished fit in a folder."""
+    result = read_json(folder / "result.json")
+    record = {name: result[name] for name in KEPT}
+    for candidate in record["candidates"]:
+        for name in PATHS:
+            candidate["settings"].pop(name, None)
+    record["cpu_cores"] = count_cores()
+    record["peak_memory_mb"] = round(peak_bytes / 2**20)
+    write_json(RECORD, record)
 
 
 if __name__ == "__main__":
