@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 from tqdm import tqdm
 
+from contaccum.cli.options import print_at_once
 from contaccum.progress import StatusLine, set_verbose
 
 
@@ -77,3 +78,14 @@ def test_a_terminal_shows_one_line_which_is_removed_at_the_end(tmp_path: Path, m
     assert terminal.getvalue().endswith("\r\x1b[K")
     status.start("test")
     assert status.describe() == "test | 1 of 5 minutes | best 1: 0.859"
+
+
+def test_a_terminal_breaks_lines_between_words_and_a_file_has_them_whole(monkeypatch, capsys):
+    line = "BETTER: nDCG@10 0.733 -> 0.796"
+    print_at_once(line)
+    assert capsys.readouterr().out == f"{line}\n"
+    terminal = Terminal()
+    monkeypatch.setattr(sys, "stdout", terminal)
+    monkeypatch.setenv("COLUMNS", "20")
+    print_at_once(line)
+    assert terminal.getvalue() == "BETTER: nDCG@10\n   0.733 -> 0.796\n"

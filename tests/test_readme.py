@@ -18,6 +18,7 @@ STUDY = {
 }
 SPLIT_PARTS = ("train", "dev", "test")
 MODELS = {"minilm": "all-MiniLM-L6-v2", "bert-base": "BERT-base"}
+CORES = {1: "one CPU core", 2: "two CPU cores"}
 NOT_MEASURED = (
     "nDCG@10 x 100",
     "nDCG@10",
@@ -111,12 +112,16 @@ def make_quickstart() -> list[str]:
     """Return the statements about the example, and the lines that it prints."""
     record = read("quickstart.json")
     split = record["split"]
+    minutes = record["seconds"]["total"] / 60
+    gigabytes = record["peak_memory_mb"] / 1024
     with (ROOT / "contaccum" / "data" / "medquad" / "medquad.csv").open(
         encoding="utf-8", newline=""
     ) as file:
         num_pairs = len(list(csv.DictReader(file)))
     return [
         f"{num_pairs:,} questions and answers of MedQuAD",
+        f"On {CORES[record['cpu_cores']]} it takes {minutes:.0f} minutes and {gigabytes:.1f} GB of "
+        "memory",
         f"held out: {split['dev']} dev and {split['test']} test queries on new documents; "
         f"{split['train']:,} queries to train on",
         record["verdict"]["line"],

@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import argparse
 import os
+import shutil
+import sys
+import textwrap
 from collections.abc import Sequence
 from functools import partial
 from typing import TYPE_CHECKING, Any, NoReturn
@@ -90,10 +93,17 @@ def is_first_process() -> bool:
 def print_at_once(line: str) -> None:
     """Print a line at once, in the first process, so that a log shows the progress of a long run.
 
-    Each command prints what it does before it imports torch, which takes up to fifteen seconds.
+    Each command prints what it does before it imports torch, which takes up to fifteen seconds. A
+    terminal would break a long line inside a word: there, it is wrapped between words.
     """
-    if is_first_process():
-        print(line, flush=True)
+    if not is_first_process():
+        return
+    if sys.stdout.isatty():
+        width = shutil.get_terminal_size().columns
+        line = textwrap.fill(
+            line, width, subsequent_indent="   ", break_long_words=False, break_on_hyphens=False
+        )
+    print(line, flush=True)
 
 
 def parse_positive_int(text: str) -> int:

@@ -56,7 +56,7 @@ def _answer(args: argparse.Namespace, store: EmbeddingStore) -> int:
     """
     weight = args.bm25_weight
     if weight is None:
-        weight = bm25.read_bm25_weight(Path(args.model))
+        weight = bm25.read_bm25_weight(args.model)
         if weight > 0 and not (store.folder / BM25_FOLDER).exists():
             print_at_once(
                 f"without BM25, to which contaccum fit gave the weight {weight:g}: the store has "

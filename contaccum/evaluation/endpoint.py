@@ -41,7 +41,9 @@ def embed(
     import openai
 
     embeddings = []
-    for start in trange(0, len(texts), batch_size, desc="Server", disable=not show_progress):
+    for start in trange(
+        0, len(texts), batch_size, desc="Server", leave=False, disable=not show_progress
+    ):
         batch = list(texts[start : start + batch_size])
         try:
             answer = client.embeddings.create(

@@ -14,7 +14,8 @@ import numpy as np
 from contaccum.data.corpus import Corpus, get_passage_texts
 from contaccum.data.rows import passage_text
 from contaccum.errors import DataError
-from contaccum.files import atomic_folder, read_json, write_json
+from contaccum.files import AnyPath, atomic_folder, read_json, write_json
+from contaccum.progress import is_verbose
 from contaccum.retrieval.store import BM25_FOLDER, EmbeddingStore
 
 if TYPE_CHECKING:
@@ -119,7 +120,8 @@ def fuse_runs(
 def build_index(passages: Iterable[str], show_progress: bool = False) -> bm25s.BM25:
     """Index n passages for BM25 by bm25s: Lucene's variant, with DPR's parameters k1 and b.
 
-    Memory holds the words of all passages. Raises `DataError` if no passage has a word.
+    Memory holds the words of all passages. Raises `DataError` if no passage has a word. The bars
+    of bm25s are shown with ``--verbose``.
     """
     import bm25s
 
@@ -132,7 +134,7 @@ def build_index(passages: Iterable[str], show_progress: bool = False) -> bm25s.B
             "corpus file)"
         )
     index = bm25s.BM25(k1=_K1, b=_B)
-    index.index(passage_words, show_progress=show_progress)
+    index.index(passage_words, show_progress=show_progress and is_verbose())
     return index
 
 
@@ -214,9 +216,9 @@ def write_bm25_weight(model_folder: Path, weight: float) -> None:
     write_json(model_folder / WEIGHT_FILE, {"bm25_weight": weight})
 
 
-def read_bm25_weight(model_folder: Path) -> float:
+def read_bm25_weight(model_folder: AnyPath) -> float:
     """Return the weight of BM25 beside a model; 0 if none was written."""
-    file = model_folder / WEIGHT_FILE
+    file = Path(model_folder) / WEIGHT_FILE
     return float(read_json(file)["bm25_weight"]) if file.is_file() else 0.0
 
 

@@ -86,7 +86,16 @@ def search_slices(
     blas_threshold = faiss.cvar.distance_compute_blas_threshold
     faiss.cvar.distance_compute_blas_threshold = 8 * dimension
     try:
-        with workers, tqdm(total=num_rows, desc="Searching", disable=not show_progress) as progress:
+        with (
+            workers,
+            tqdm(
+                total=num_rows,
+                desc="Searching",
+                unit=" rows",
+                leave=False,
+                disable=not show_progress,
+            ) as progress,
+        ):
             for start, documents in list_slices(corpus, metric):
                 add = partial(add_results, documents, start)
                 # list() waits for all groups, and raises the error of a group that failed.

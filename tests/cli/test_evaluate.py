@@ -37,6 +37,15 @@ def add_document(folder: str) -> None:
         file.write('{"_id": "new", "title": "", "text": "one new bird"}\n')
 
 
+def test_bars_do_not_stay_in_the_terminal(two, tmp_path, tiny_model_path, capsys):
+    argv = ["evaluate", tiny_model_path, "--device", "cpu", "--data", two[0]]
+    assert main([*argv, "--output", str(tmp_path / "out.json")]) == 0
+    *bars, blanks, rest = capsys.readouterr().err.split("\r")
+    assert any(bar.startswith("Searching") for bar in bars)
+    assert blanks.isspace()
+    assert rest == ""
+
+
 def test_record_describes_data_model_and_search(evaluate, two, tmp_path, tiny_model_path):
     argv = ["--data", two[0], "--query_max_length", "9", "--precision", "bfloat16"]
     assert evaluate(*argv, output="new/out.json") == 0
