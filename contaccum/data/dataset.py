@@ -130,8 +130,7 @@ class TrainingData:
 
     @property
     def known_positives(self) -> np.ndarray | None:
-        """Text ids of query and positive for all queries with several positives, int64 (r, 2), or
-        None.
+        """Text ids of query and positive of all queries with several positives, int64 (r, 2).
 
         The positives of a query may be in one record or in several.
         """

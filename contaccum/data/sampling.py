@@ -312,9 +312,7 @@ class Labels:
 def encode(
     text_ids: Sequence[int] = (), teacher_scores: Sequence[float] = ()
 ) -> list[int] | list[float]:
-    """Encode the label of one row: ids of query, positive and negatives, scores of the passages, or
-    both.
-    """
+    """Encode the label of one row: ids of its c texts, scores of its c - 1 passages, or both."""
     if not teacher_scores:
         return list(text_ids)
     if not text_ids:
