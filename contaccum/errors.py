@@ -19,6 +19,9 @@ _LONGEST_QUOTE = 60
 class UserError(Exception):
     """An error that the user can correct: one line, no traceback, exit code 2."""
 
+    def __init__(self, message: str) -> None:
+        super().__init__(one_line(message))
+
 
 class ConfigError(UserError, ValueError):
     """An error in the settings: a value out of range, or settings that cannot be combined."""
@@ -66,8 +69,8 @@ def one_line(text: str) -> str:
 
 @cache
 def warn_once(message: str) -> None:
-    """Log a warning, unless the same one was logged before."""
-    logger.warning(message)
+    """Log a warning of one line, unless the same one was logged before."""
+    logger.warning(one_line(message))
 
 
 def quoted(value: object, longest: int = _LONGEST_QUOTE) -> str:

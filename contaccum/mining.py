@@ -95,10 +95,7 @@ class SelectionRules:
 
     @property
     def depth(self) -> int:
-        """Number of candidates per query that the rules are applied to, without positives.
-
-        It is more than needed if a margin or random sampling may drop some.
-        """
+        """Number of candidates per query that the rules are applied to, without positives."""
         if self.range_max is not None:
             return self.range_max
         if self == SelectionRules(self.num_negatives, self.range_min, seed=self.seed):
@@ -110,8 +107,8 @@ class SelectionRules:
     ) -> np.ndarray:
         """Return the positions of the candidates that become negatives, int64, ascending.
 
-        ``scores`` of c candidates are float32 (c,), in the order of the search;
-        ``lowest_positive`` is the lowest score of the query's positives.
+        ``scores`` of c candidates are float32 (c,), in the order of the search; ``lowest_positive``
+        is the lowest score of the query's positives.
         """
         highest = np.float32(np.inf)
         if self.absolute_margin is not None:
@@ -129,10 +126,9 @@ class MiningQuery(NamedTuple):
     """A query and its passages, which are named by their rows in `MiningData.documents`.
 
     Attributes:
-        text: text of the query.
-        records: positives and negatives of its distinct records, for example
-            [([0, 4], [7]), ([2], [])] for a query with two. Known positives are no negatives. Each
-            judgement of a BEIR folder is a record.
+        records: positives and negatives of its distinct records, for example [([0, 4], [7]), ([2],
+            [])] for a query with two. Known positives are no negatives. Each judgement of a BEIR
+            folder is a record.
         positives: the positives of its records, and the others that the data have for its text.
         known: the positives, and then the negatives of its records, each once.
         excluded: rows of the pool that must not be mined: known positives, passages that share a
@@ -151,13 +147,9 @@ class MiningData:
     """Queries with their known passages, and the passages that are searched for negatives.
 
     Texts that are equal after `normalise` count as one passage, whatever their ids. Otherwise a
-    copy of a positive could be mined as a negative.
-
-    Attributes:
-        queries: the queries.
-        documents: distinct passages. The first `pool_size` are the pool, the candidates for
-            negatives; the rest are known passages that are not in the pool.
-        record: path, format, fingerprint and counts of the data, for reports.
+    copy of a positive could be mined as a negative. The first `pool_size` documents are the pool,
+    the candidates for negatives; the rest are known passages that are not in the pool. ``record``
+    has path, format, fingerprint and counts of the data, for reports.
     """
 
     queries: list[MiningQuery]
@@ -315,8 +307,8 @@ def _hash_text(text: str) -> bytes:
 def _list_copy_keys(passage: Passage) -> list[bytes | str]:
     """Return the keys of a passage; a passage that shares one of them counts as its copy.
 
-    The keys are the id, if it has one, the text with its title, and the text alone: another
-    document may hold the same text under another title.
+    They are its id, its text with the title, and the text alone: another document may hold the same
+    text under another title.
     """
     keys: list[bytes | str] = [passage.id] if passage.id else []
     return keys + [_hash_text(text) for text in {passage.passage, passage.text.strip()} if text]
@@ -330,8 +322,8 @@ class MinedNegatives:
         settings: settings of the search, and the selection rules.
         rows: the mined negatives, as rows of `data.documents`, int64 (n,), n <= `num_negatives`, in
             the order of the search, also with a cross-encoder.
-        scores: scores of these negatives, float32 (n,): the logits of the cross-encoder, or,
-            without one, the scores of the search.
+        scores: their scores, float32 (n,): the logits of the cross-encoder, or the scores of the
+            search.
         known_scores: scores of the query's known passages, of the same kind.
     """
 
@@ -451,10 +443,7 @@ def mine_hard_negatives(
 def _rank_by_model(
     data: MiningData, depth: int, metric: Any, encode: Callable[..., np.ndarray]
 ) -> Iterator[Ranking]:
-    """Yield the best passages for each query, of which `depth` are not excluded, if possible.
-
-    The scores are similarities of embeddings.
-    """
+    """Yield the best passages for each query, of which `depth` are not excluded, if possible."""
     from contaccum.retrieval.exact_search import prepare_vectors
     from contaccum.retrieval.search import build_index, search
 
@@ -533,11 +522,11 @@ def check_output(path: AnyPath) -> Path:
 def write_mined(
     mined: MinedNegatives, path: AnyPath, report: dict[str, Any] | None = None
 ) -> tuple[Path, Path]:
-    """Write negatives to `path` as JSON lines, and a report to `path` + ".report.json".
+    """Write negatives to `path` as JSON lines and a report beside it; return the paths of both.
 
     There is a line for each record of the data, with all its positives, its own negatives and then
     those mined for its query, and with the scores of all. ``report`` has entries for the report,
-    besides `mined.record()`. The paths of both files are returned. For errors see `check_output`.
+    besides `mined.record()`. For errors see `check_output`.
     """
     path = check_output(path)
     write_text(path, _format_lines(mined))

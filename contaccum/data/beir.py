@@ -37,7 +37,7 @@ from contaccum.data.rows import (
     read_lines,
     split_cells,
 )
-from contaccum.errors import DataError, UserError, closest, one_line, quoted, warn_once
+from contaccum.errors import DataError, UserError, closest, quoted, warn_once
 from contaccum.files import (
     AnyPath,
     Fingerprint,
@@ -78,9 +78,8 @@ class BeirDataset:
         corpus: {document id: {"title", "text"}}, in the order of the file.
         queries: {query id: text} of the queries with judgements in the split, in their order.
         qrels: {query id: {document id: grade}}. Some of the documents may be missing in the corpus.
-        split: name of the split.
-        fingerprint: sha256, in hex, of corpus, queries and qrels. Compression and line ends do not
-            change it.
+        fingerprint: sha256, in hex, of corpus, queries and qrels, whatever the compression and line
+            ends.
         path: the folder.
         report: counts of used and bad records.
     """
@@ -113,27 +112,18 @@ def load_beir_folder(
 
     The header of `qrels/SPLIT.tsv` may be missing. An integer `_id` becomes a text. Documents
     without title and text are kept, because published sets have some and are scored with them.
-
-    Args:
-        path: the folder.
-        split: name of the split.
-        report: receives the counts of used and bad records; None: a new report, which raises an
-            error at the first bad record.
+    ``report`` receives the counts of records; None: an error at the first bad record.
 
     Raises:
         DataError: for a missing file or split, a bad record under "stop", a file without any usable
             record, or judgements of none of the documents.
     """
     folder = Path(path)
-    if report is None:
-        report = RecordReport()
+    report = report or RecordReport()
     corpus_file = find_beir_file(folder, "corpus.jsonl")
-    queries_file = find_beir_file(folder, "queries.jsonl")
     qrels_file = find_qrels_file(folder, split)
     corpus = _read_texts_by_id(corpus_file, report, may_be_blank=True)
-    all_queries = _read_texts_by_id(queries_file, report)
-    qrels = _read_qrels(qrels_file, report, all_queries)
-    queries = {query_id: all_queries[query_id]["text"] for query_id in qrels}
+    queries, qrels = _read_judged_queries(folder, qrels_file, report)
     content = Fingerprint()
     for document_id, document in corpus.items():
         content.add("d", document_id, document["title"], document["text"])
@@ -155,27 +145,22 @@ def load_beir_folder(
     if missing_ids:
         example = quoted(missing_ids[0])
         if not any(get_positives(dataset, query_id) for query_id in qrels):
-            message = f"no relevant document is in the corpus, which lacks {example}, for example"
-            remedy = "check that the judgements and the corpus have the same ids"
-            raise DataError(one_line(f"{qrels_file}: {message} ({remedy})"))
-        message = (
-            f"{len(missing_ids)} judgements above 0 name documents that are not in the corpus, "
-            f"such as {example}. As in BEIR, they count as not found and lower the scores. "
-            "Training leaves these pairs out"
+            raise DataError(
+                f"{qrels_file}: no relevant document is in the corpus, which lacks {example}, for "
+                "example (check that the judgements and the corpus have the same ids)"
+            )
+        warn_once(
+            f"{qrels_file}: {len(missing_ids)} judgements above 0 name documents that are not in "
+            f"the corpus, such as {example}. As in BEIR, they count as not found and lower the "
+            "scores. Training leaves these pairs out"
         )
-        warn_once(one_line(f"{qrels_file}: {message}"))
     return dataset
 
 
 def read_split_queries(folder: Path, split: str, report: RecordReport) -> dict[str, str]:
-    """Return {query id: text} of the queries with judgements in a split; no corpus is read.
-
-    Raises:
-        DataError: as `load_beir_folder` does.
-    """
-    all_queries = _read_texts_by_id(find_beir_file(folder, "queries.jsonl"), report)
-    qrels = _read_qrels(find_qrels_file(folder, split), report, all_queries)
-    return {query_id: all_queries[query_id]["text"] for query_id in qrels}
+    """Return {query id: text} of the queries with judgements in a split; no corpus is read."""
+    queries, _ = _read_judged_queries(folder, find_qrels_file(folder, split), report)
+    return queries
 
 
 def get_positives(dataset: BeirDataset, query_id: str) -> list[str]:
@@ -198,7 +183,7 @@ def find_beir_file(folder: Path, name: str) -> Path:
     for path in (folder / name, folder / f"{name}.gz"):
         if path.exists():
             return path
-    raise DataError(one_line(f"{folder / name}: no such file (see docs/data.md)"))
+    raise DataError(f"{folder / name}: no such file (see docs/data.md)")
 
 
 def find_qrels_file(folder: Path, split: str) -> Path:
@@ -208,7 +193,7 @@ def find_qrels_file(folder: Path, split: str) -> Path:
     path_by_split = {path.name.split(".tsv")[0]: path for path in paths}
     if split not in path_by_split:
         splits = ", ".join(sorted(path_by_split)) or "none"
-        raise DataError(one_line(f"{folder / 'qrels'}: no split {quoted(split)}; it has: {splits}"))
+        raise DataError(f"{folder / 'qrels'}: no split {quoted(split)}; it has: {splits}")
     return path_by_split[split]
 
 
@@ -233,10 +218,11 @@ def _read_texts_by_id(
     return text_by_id
 
 
-def _read_qrels(
-    path: Path, report: RecordReport, queries: Mapping[str, dict[str, str]]
-) -> dict[str, dict[str, int]]:
-    """Parse the judgements of a split. Their documents may be missing in the corpus."""
+def _read_judged_queries(
+    folder: Path, qrels_file: Path, report: RecordReport
+) -> tuple[dict[str, str], dict[str, dict[str, int]]]:
+    """Return the texts and the judgements of the queries of a split."""
+    queries = _read_texts_by_id(find_beir_file(folder, "queries.jsonl"), report)
     qrels: dict[str, dict[str, int]] = {}
 
     def parse_judgement(line: str) -> tuple[str, str, int]:
@@ -244,9 +230,8 @@ def _read_qrels(
         if query_id not in queries:
             raise Fault("unknown query", quoted(query_id))
         if document_id in qrels.get(query_id, {}):
-            raise Fault(
-                "duplicate judgement", f"query {quoted(query_id)}, document {quoted(document_id)}"
-            )
+            detail = f"query {quoted(query_id)}, document {quoted(document_id)}"
+            raise Fault("duplicate judgement", detail)
         try:
             grade = int(grade_text)
         except ValueError:
@@ -257,12 +242,12 @@ def _read_qrels(
     # without a header.
     lines = (
         (number, line)
-        for number, line in read_lines(path)
+        for number, line in read_lines(qrels_file)
         if number > 1 or not str(line).lower().startswith(_QRELS_HEADERS)
     )
-    for query_id, document_id, grade in parse_rows(path, lines, parse_judgement, report):
+    for query_id, document_id, grade in parse_rows(qrels_file, lines, parse_judgement, report):
         qrels.setdefault(query_id, {})[document_id] = grade
-    return qrels
+    return {query_id: queries[query_id]["text"] for query_id in qrels}, qrels
 
 
 def format_document(document_id: str, title: str | None, text: str) -> str:
@@ -301,8 +286,7 @@ def get_set_name(name_or_path: str) -> str:
 def get_default_split(name_or_path: AnyPath) -> str:
     """Return the split of a set that published scores are measured on.
 
-    It is "test", except for MS MARCO: its test split has only 43 queries, so scores are published
-    on "dev".
+    It is "dev" for MS MARCO, whose test split has only 43 queries, otherwise "test".
     """
     return "dev" if get_set_name(os.fspath(name_or_path)) == "msmarco" else "test"
 
@@ -322,18 +306,27 @@ def resolve_beir_data(name_or_path: AnyPath, split: str = "test") -> Path:
     """
     folder = Path(name_or_path).expanduser()
     # Path.exists() raises an error for very long names, os.path.exists() does not.
-    if not os.path.exists(folder):
-        return _resolve_public_set(str(name_or_path), split)
-    return convert_llama_index(folder, split)
+    if os.path.exists(folder):
+        return convert_llama_index(folder, split)
+    name = str(name_or_path)
+    public_names = [public_name for public_name in PUBLIC_NAMES if public_name != "cqadupstack"]
+    public_names += [f"cqadupstack/{forum}" for forum in CQADUPSTACK_FORUMS]
+    if name in public_names:
+        archive_name, _, forum = name.partition("/")
+        return _download_archive(archive_name) / forum
+    # The user may have mistyped a path: compare its last part with the names.
+    hint = closest(Path(name.lower()).name, public_names)
+    hint = hint or f"; names are {', '.join(public_names)}"
+    error = f"{quoted(name, 200)}: neither a folder nor the name of a public data set{hint}"
+    if re.fullmatch(r"\w[\w.-]*/[\w.-]+", name):
+        return _convert_hub_set(name, split, f"{error}; on the hub, it cannot be loaded either")
+    raise DataError(error)
 
 
 def convert_llama_index(path: Path, split: str) -> Path:
     """Return the folder in the cache with the content of a file of LlamaIndex as a BEIR folder.
 
-    Any other path is returned unchanged.
-
-    Args:
-        split: the name of its split.
+    Any other path is returned unchanged. ``split`` is the name of the folder's only split.
 
     Raises:
         DataError: for a file with other content.
@@ -344,11 +337,12 @@ def convert_llama_index(path: Path, split: str) -> Path:
     for name, value_type in (("queries", str), ("corpus", str), ("relevant_docs", list)):
         part = content.get(name)
         if not isinstance(part, dict):
-            raise DataError(one_line(f"{path}: {name} is not an object (see docs/data.md)"))
+            raise DataError(f"{path}: {name} is not an object (see docs/data.md)")
         for key, value in part.items():
             if not isinstance(value, value_type):
-                message = f"{name} of {quoted(key)} is not a {value_type.__name__}"
-                raise DataError(one_line(f"{path}: {message} (correct the file)"))
+                raise DataError(
+                    f"{path}: {name} of {quoted(key)} is not a {value_type.__name__} (correct it)"
+                )
     folder = cache_folder("llama_index", hash_file(path)[:32], split, path.stem)
     if folder.exists():
         return folder
@@ -359,33 +353,11 @@ def convert_llama_index(path: Path, split: str) -> Path:
     return folder
 
 
-def _resolve_public_set(name: str, split: str) -> Path:
-    """Return the folder in the cache that holds a public set."""
-    public_names = [public_name for public_name in PUBLIC_NAMES if public_name != "cqadupstack"]
-    public_names += [f"cqadupstack/{forum}" for forum in CQADUPSTACK_FORUMS]
-    if name in public_names:
-        archive_name, _, forum = name.partition("/")
-        return _download_archive(archive_name) / forum
-    # The user may have mistyped a path: compare its last part with the names.
-    hint = closest(Path(name.lower()).name, public_names)
-    if not hint:
-        hint = f"; names are {', '.join(public_names)}"
-    error = one_line(
-        f"{quoted(name, 200)}: neither a folder nor the name of a public data set{hint}"
-    )
-    if re.fullmatch(r"\w[\w.-]*/[\w.-]+", name):
-        return _convert_hub_set(name, split, f"{error}; on the hub, it cannot be loaded either")
-    raise DataError(error)
-
-
 def _convert_hub_set(name: str, split: str, error_message: str) -> Path:
     """Write a split of a set of the hub to a BEIR folder in the cache.
 
     The set has the configurations "corpus", "queries" and "qrels". The judgements may instead be in
     the configuration "default", or, as in BEIR's own sets, in a set NAME-qrels.
-
-    Raises:
-        DataError: with `error_message` and the cause, if the set cannot be read.
     """
     folder = cache_folder("sets", name.replace("/", "-"), split, get_set_name(name))
     if folder.is_dir():
@@ -418,7 +390,7 @@ def _convert_hub_set(name: str, split: str, error_message: str) -> Path:
     except UserError:
         raise
     except Exception as error:  # the libraries and the network have no common exception class
-        raise DataError(one_line(f"{error_message}: {str(error)[:300]}")) from error
+        raise DataError(f"{error_message}: {str(error)[:300]}") from error
     return folder
 
 
@@ -437,13 +409,10 @@ def _download_archive(name: str) -> Path:
                     checksum.update(block)
                     file.write(block)
         except OSError as error:  # the errors of urllib are OSErrors too
-            remedy = (
-                "try again, or download and unzip it yourself, and give the folder instead of the "
-                "name; "
-                f"SciFact comes with contaccum: {shipped_scifact()}"
-            )
             raise DataError(
-                one_line(f"{name}: could not be downloaded from {url}: {error} ({remedy})")
+                f"{name}: could not be downloaded from {url}: {error} (try again, or download and "
+                "unzip it yourself, and give the folder instead of the name; SciFact comes with "
+                f"contaccum: {shipped_scifact()})"
             ) from error
         if checksum.hexdigest() != ARCHIVE_MD5[name]:
             raise DataError(

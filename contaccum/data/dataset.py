@@ -22,7 +22,7 @@ import numpy as np
 from contaccum.data.records import DataFormat, RecordSource, parse_columns
 from contaccum.data.rows import OnBadRecord, RecordReport
 from contaccum.data.sampling import EpochSampling, collect_known_positives, text_ids
-from contaccum.errors import ConfigError, DataError, check_choice, one_line, quoted
+from contaccum.errors import ConfigError, DataError, check_choice, quoted
 from contaccum.files import AnyPath, Fingerprint, cache_folder, fingerprint
 
 if TYPE_CHECKING:
@@ -44,13 +44,12 @@ def store_records(source: RecordSource, report: RecordReport) -> tuple[Dataset, 
 
     This is the cache of `datasets`: one process writes an entry, while others that need it wait.
     Its last row is no record. It holds, as JSON, what was counted and hashed during reading.
-
-    Args:
-        report: receives the counts of records, also if they were read by an earlier run.
+    ``report`` receives the counts of records, also if they were read by an earlier run.
 
     Returns:
         A data set with the fields of a `Record`, "query_id" and "positive_ids" (see `text_ids`);
-        and the sha256, in hex, of queries and positives ("texts"), of "negatives" and of "scores".
+            and the sha256, in hex, of queries and positives ("texts"), of "negatives" and of
+            "scores".
 
     Raises:
         DataError: for a source or a record that cannot be used, or a cache that cannot be written.
@@ -92,9 +91,8 @@ def store_records(source: RecordSource, report: RecordReport) -> tuple[Dataset, 
     except (DatasetGenerationError, OSError) as error:
         cause = error.__cause__ or error
         if isinstance(cause, OSError):  # such as a full disk
-            raise DataError(
-                one_line(f"{folder}: the data cannot be stored: {cause} (set CONTACCUM_CACHE)")
-            ) from error
+            message = f"{folder}: the data cannot be stored: {cause} (set CONTACCUM_CACHE)"
+            raise DataError(message) from error
         # `datasets` wraps the errors of the reader. The reader's own error names file and line.
         raise cause from None
     last_row = json.loads(stored[-1]["query"])
@@ -111,7 +109,6 @@ class TrainingData:
             They have a "label" for the loss too if a query has several positives (the label has the
             text ids), or if teacher scores are used (it has the scores).
         path: file, folder or hub name of the data.
-        data_format: format of the data.
         report: counts of used and bad records.
         fingerprint: sha256, in hex, of the texts in order and of everything that is sampled from.
         transform: the transform of `dataset`, which samples the texts of the rows.
@@ -133,10 +130,9 @@ class TrainingData:
 
     @property
     def known_positives(self) -> np.ndarray | None:
-        """Text ids of query and positive for all queries that have several positives.
+        """Text ids of query and positive of all queries with several positives, int64 (r, 2).
 
-        int64 (r, 2). The positives of a query may be in one record or in several. None if no query
-        has more than one.
+        The positives of a query may be in one record or in several.
         """
         return self.transform.known_positives
 
@@ -203,21 +199,18 @@ def load_training_data(
     has_negatives = bool(num_negatives.any())
 
     if num_hard_negatives and not has_negatives:
-        raise DataError(
-            one_line(f"{path}: no record has a negative for num_hard_negatives (mine some)")
-        )
+        raise DataError(f"{path}: no record has a negative for num_hard_negatives (mine some)")
     rows_per_record = num_positives if positives == "all" else np.ones_like(num_positives)
     has_too_few = num_negatives < num_hard_negatives
     if missing_negatives == "drop":
         rows_per_record = rows_per_record * ~has_too_few
         report.leave_out(path, "too few hard negatives", int(has_too_few.sum()))
     elif teacher_scores and has_too_few.any():
-        message = (
-            f"{has_too_few.sum()} records have fewer than num_hard_negatives={num_hard_negatives} "
-            "negatives, and the passages that would be added have no teacher score"
+        raise DataError(
+            f"{path}: {has_too_few.sum()} records have fewer than num_hard_negatives="
+            f"{num_hard_negatives} negatives, and the passages that would be added have no teacher "
+            "score (set missing_negatives=drop, or lower num_hard_negatives)"
         )
-        remedy = "set missing_negatives=drop, or lower num_hard_negatives"
-        raise DataError(one_line(f"{path}: {message} ({remedy})"))
     num_rows = int(rows_per_record.sum())
     report.refuse_if_nothing_left(path, num_rows, "training pairs")
     rows = None  # saves memory if row i is simply record i
@@ -230,8 +223,7 @@ def load_training_data(
     # The fingerprint of the texts, and of the settings that change the sampled texts. A setting
     # without effect on these data is left out: runs that train on the same texts have the same
     # fingerprint. For example, `positives` has no effect if no record has several positives.
-    parts: list[object] = [hashes["texts"]]
-    parts.append(positives if num_positives.max() > 1 else "one")
+    parts: list[object] = [hashes["texts"], positives if num_positives.max() > 1 else "one"]
     if num_hard_negatives:
         parts += [hashes["negatives"], num_hard_negatives, int(num_negatives.max())]
         parts.append(missing_negatives if has_too_few.any() else None)
@@ -272,12 +264,7 @@ def load_training_data(
 
 @dataclass(frozen=True)
 class TrainingSets:
-    """One or several training sets.
-
-    Attributes:
-        parts: the sets by name.
-        fingerprint: sha256, in hex, of the fingerprints of all sets in order.
-    """
+    """One or several training sets by name, and the sha256, in hex, of their fingerprints."""
 
     parts: Mapping[str, TrainingData]
     fingerprint: str
@@ -288,9 +275,7 @@ class TrainingSets:
         from datasets import DatasetDict
 
         rows = {name: part.dataset for name, part in self.parts.items()}
-        if len(rows) > 1:
-            return DatasetDict(rows)
-        return next(iter(rows.values()))
+        return DatasetDict(rows) if len(rows) > 1 else next(iter(rows.values()))
 
     def record(self) -> dict[str, Any]:
         """Return a description of the sets, for results."""
@@ -314,9 +299,6 @@ def load_training_sets(sets: Mapping[str, Mapping[str, Any]], **common: Any) -> 
     Args:
         sets: {name: arguments of `load_training_data`}.
         common: arguments for all sets, unless a set has its own.
-
-    Raises:
-        ConfigError, DataError: see `load_training_data`.
     """
     parts = {name: load_training_data(**{**common, **given}) for name, given in sets.items()}
     fingerprints = [part.fingerprint for part in parts.values()]
@@ -340,8 +322,8 @@ def parse_training_sets(
     """Return the arguments of `load_training_data` for each training set, by its name.
 
     Args:
-        sets: one item for each set: a path, a mapping with the keys of `SET_KEYS`, or such a
-            mapping as JSON text.
+        sets: a path, a mapping with the keys of `SET_KEYS`, or such a mapping as JSON text, for
+            each set.
         common: arguments for all sets, unless a set has its own.
 
     Raises:
@@ -368,7 +350,7 @@ def parse_training_sets(
                 raise ConfigError(f"min_score must be a number, got {arguments['min_score']!r}")
             arguments["columns"] = parse_columns(arguments.get("columns"))
         except ValueError as error:  # ConfigError and the errors of json are ValueErrors
-            raise ConfigError(one_line(f"train_data: {quoted(item)}: {error}")) from error
+            raise ConfigError(f"train_data: {quoted(item)}: {error}") from error
         # The file or folder without extension: "train" for "x/train.jsonl.gz"
         file_name = Path(arguments["path"]).resolve().name
         stem = re.sub(r"(\.(jsonl|json|csv|tsv|parquet))?(\.gz)?$", "", file_name)

@@ -172,12 +172,10 @@ def join_near_duplicates(
 ) -> int:
     """Merge the groups of texts that are near-duplicates; return the number of merges.
 
-    Texts of one group are not compared with each other, and only texts that share one of their
-    rarest 5-grams are, so that the time is about linear in the number of texts that are made from
-    one template. It grows faster only if most of their similarities are close to the bound. Memory
-    holds about 5 KB for each text.
-
-    ``groups`` are disjoint sets of the texts' indices, which are merged in place.
+    ``groups``, disjoint sets of the texts' indices, are merged in place. Texts of one group are not
+    compared, and only texts that share one of their rarest 5-grams are, so that the time is about
+    linear in the number of texts that are made from one template. It grows faster only if most of
+    their similarities are close to the bound. Memory holds about 5 KB for each text.
     """
     num_groups = groups.n_subsets
     sketches = _make_sketches(texts)
@@ -251,13 +249,9 @@ def find_near_duplicates(
 
 
 class _GramIndex:
-    """Index of the 5-grams of n sketches. A 5-gram is named by a number.
-
-    Args:
-        sketches: uint64 (n, `_SKETCH_SIZE`).
+    """Index of the 5-grams of n sketches, uint64 (n, `_SKETCH_SIZE`). A number names a 5-gram.
 
     Attributes:
-        sketches: the argument.
         sizes: number of hashes in each sketch, int64 (n,).
         frequencies: number of sketches that have each gram.
     """
@@ -286,9 +280,9 @@ class _GramIndex:
     def find_rarest(self, sketch: np.ndarray, least_shared: float) -> tuple[np.ndarray, int]:
         """Return the rarest grams of a sketch, and the number of its other grams in the index.
 
-        A sketch in the index that has ``least_shared`` grams in common with this one has at least
-        one of these rarest grams. If grams are rare, more of them are returned than that takes: a
-        sketch with few of these then needs no comparison.
+        A sketch in the index that shares ``least_shared`` grams with this one has at least one of
+        them. If grams are rare, more of them are returned than that takes: a sketch with few of
+        these then needs no comparison.
         """
         grams = self._find_grams(sketch)
         frequencies = self.frequencies[grams]
@@ -303,8 +297,8 @@ class _GramIndex:
     def compute_overlaps(self, sketch: np.ndarray, rows: np.ndarray) -> np.ndarray:
         """Return the Jaccard similarities of a sketch and c sketches of the index, float64 (c,).
 
-        All 5-grams of both texts are known up to the last hash of a full sketch. The similarity is
-        that of the 5-grams up to there.
+        They are those of the 5-grams up to the last hash of a full sketch: up to there, all are
+        known.
         """
         grams = self._find_grams(sketch)
         self._is_in_sketch[grams] = True
@@ -324,10 +318,7 @@ class _GramIndex:
 
 
 def _make_sketches(texts: Sequence[str]) -> np.ndarray:
-    """Return the smallest hashes of the 5-grams of n texts, in ascending order.
-
-    The result is uint64 (n, `_SKETCH_SIZE`), filled with `_PADDING`.
-    """
+    """Return the smallest hashes of the 5-grams of n texts, uint64 (n, `_SKETCH_SIZE`)."""
     sketches = np.full((len(texts), _SKETCH_SIZE), _PADDING)
     for sketch, text in zip(sketches, texts, strict=True):
         characters = np.frombuffer(get_words(text).encode("utf-32-le"), dtype=np.uint32)
@@ -348,7 +339,7 @@ class Grouping(NamedTuple):
     """The groups of the records. A group is named by a number.
 
     Attributes:
-        group_of_record: number of the group of each record, in the order of the records.
+        group_of_record: number of the group of each record.
         queries_of_group: {group: number of distinct queries of its records}.
         key_of_group: {group: its alphabetically first query}. Group numbers depend on the order of
             the records, this key does not.
@@ -376,40 +367,36 @@ def group_records(
 ) -> Grouping:
     """Group the records that are linked.
 
-    Each distinct normalised text has a number. A group is a set of these numbers, and a record is
-    in the group of its query.
-
     Args:
         test: a test set that the data came with.
         by_query: True to link records by queries alone, so that a held-out query may have passages
             in training. A passage that is a query too, or nearly so, counts as a query.
-        documents: the corpus. Passages that are one of its documents, with its title or without
-            it, are linked.
+        documents: the corpus. Passages that are one of its documents, with its title or without it,
+            are linked.
     """
+    # Each distinct normalised text has a number, and a group is a set of these.
     text_numbers: dict[str, int] = {}
+
+    def get_number(text: str) -> int:
+        return text_numbers.setdefault(normalise(text), len(text_numbers))
+
     links = []
     for record in records:
-        query = text_numbers.setdefault(normalise(record.query), len(text_numbers))
+        query = get_number(record.query)
         if not by_query:
-            for positive in record.positives:
-                passage = text_numbers.setdefault(normalise(positive), len(text_numbers))
-                links.append((query, passage))
+            links += [(query, get_number(positive)) for positive in record.positives]
     test_texts = set()
     if test is not None:
         for query_id, query_text in test.queries.items():
-            texts = [query_text]
+            test_texts.add(get_number(query_text))
             if not by_query:
-                texts += get_positives(test, query_id)
-            for text in texts:
-                test_texts.add(text_numbers.setdefault(normalise(text), len(text_numbers)))
-
+                test_texts.update(map(get_number, get_positives(test, query_id)))
     if by_query:
         passages = [positive for record in records for positive in record.positives]
         passages_like_queries = find_near_duplicates(passages, text_numbers)
         for record in records:
             for positive in passages_like_queries.intersection(record.positives):
-                passage = text_numbers.setdefault(normalise(positive), len(text_numbers))
-                links.append((text_numbers[normalise(record.query)], passage))
+                links.append((get_number(record.query), get_number(positive)))
 
     from scipy.cluster.hierarchy import DisjointSet  # slow, and not needed for --help
 
@@ -420,12 +407,11 @@ def group_records(
     if not by_query:
         number_of_words = {get_words(text): number for text, number in text_numbers.items()}
         for document in documents:
-            if not document.title:
-                continue
-            with_title = number_of_words.get(get_words(document.passage))
-            without_title = number_of_words.get(get_words(document.text))
-            if with_title is not None and without_title is not None:
-                groups.merge(with_title, without_title)
+            if document.title:
+                with_title = number_of_words.get(get_words(document.passage))
+                without_title = number_of_words.get(get_words(document.text))
+                if with_title is not None and without_title is not None:
+                    groups.merge(with_title, without_title)
 
     group_of_record = []
     queries: dict[int, set[str]] = {}

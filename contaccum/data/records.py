@@ -117,12 +117,8 @@ CORPUS_FIELDS = {
 class Record(NamedTuple):
     """A query and its passages, each once, in the order of the file.
 
-    Attributes:
-        query: text of the query.
-        positives: texts of the positives, each "title text".
-        negatives: texts of the negatives, each "title text".
-        scores: teacher scores of the positives and then the negatives; None unless each passage
-            has a score.
+    Passages are texts, each "title text". Teacher ``scores`` are those of the positives and then of
+    the negatives; None unless each passage has one.
     """
 
     query: str
@@ -132,13 +128,7 @@ class Record(NamedTuple):
 
 
 class Passage(NamedTuple):
-    """A passage of a corpus.
-
-    Attributes:
-        id: its id.
-        title: its title; empty if it has none, or if title and text are one text in the data.
-        text: its text.
-    """
+    """A passage of a corpus. Its title is empty if title and text are one text in the data."""
 
     id: str
     title: str
@@ -151,14 +141,10 @@ class Passage(NamedTuple):
 
 
 def sniff_format(source: AnyPath, columns: Mapping[str, str] | None = None) -> DataFormat:
-    """Detect the format of training data from their content.
+    """Detect the format of training data: a file, a folder, or the name of a dataset on the hub.
 
     "pairs" is returned for "triplets" too, as both are read in the same way. A table is recognised
-    by the usual names of its columns.
-
-    Args:
-        source: a file, a folder, or the name of a dataset on the hub.
-        columns: names of columns by role, which a table may have instead of the usual names.
+    by the usual names of its columns, or by ``columns``, the names of columns by role.
 
     Raises:
         DataError: if the format is unknown, or the file does not exist or is empty.
@@ -166,34 +152,30 @@ def sniff_format(source: AnyPath, columns: Mapping[str, str] | None = None) -> D
     path = Path(source)
     if path.is_dir():
         if (path / SPLIT_RECORD).is_file():
-            raise DataError(
-                one_line(f"{path}: a folder of contaccum split (give {path}/train.jsonl)")
-            )
+            raise DataError(f"{path}: a folder of contaccum split (give {path}/train.jsonl)")
         if is_beir_folder(path):
             return "beir"
         if not _is_saved_dataset(path):
             expected = ", ".join(("corpus.jsonl", *_SAVED_DATASET_FILES))
-            raise DataError(
-                one_line(f"{path}: a folder without any of {expected} (see docs/data.md)")
-            )
+            raise DataError(f"{path}: a folder without any of {expected} (see docs/data.md)")
     layout, head = _sniff_layout(path)
     if layout == "pairs" and b'"positive_passages"' in head:
         return "tevatron"
     if layout != "csv":
         return layout
     if not head:
-        raise DataError(one_line(f"{path}: is empty, or damaged at its start"))
+        raise DataError(f"{path}: is empty, or damaged at its start")
     known_names = {*(columns or {}).values()}.union(*FIELDS.values())
     names, _ = parse_header(head)
     if not known_names.isdisjoint(names):
         return "csv"
-    message = "neither JSON nor a table in UTF-8 with a header of known column names"
-    if columns:
-        message += f"; there is no column {quoted(', '.join(columns.values()))}"
+    missing = f"there is no column {quoted(', '.join(columns.values()))}; " if columns else ""
     first_line = head.decode("utf-8", "replace").partition("\n")[0]
-    message += f"; it starts with {quoted(first_line, 200)}"
-    remedy = "give it a header, such as query,positive, or name its columns with --data_columns"
-    raise DataError(one_line(f"{path}: {message} ({remedy})"))
+    raise DataError(
+        f"{path}: neither JSON nor a table in UTF-8 with a header of known column names; {missing}"
+        f"it starts with {quoted(first_line, 200)} (give it a header, such as query,positive, or "
+        "name its columns with --data_columns)"
+    )
 
 
 def _sniff_layout(path: Path) -> tuple[DataFormat, bytes]:
@@ -221,8 +203,7 @@ def _read_rows(
 ) -> Rows:
     """Yield the unparsed rows of a file or dataset in any format except "beir".
 
-    Raises:
-        DataError: at the end, if no row has a column that the option names.
+    Raises `DataError` at the end if no row has a column that the option names.
     """
     if data_format in ("hub", "parquet"):
         tables = _load_dataset(path, data_format, split).with_format("arrow").iter(1000)
@@ -240,21 +221,17 @@ def _read_rows(
         yield line, row
     for role, name in columns.items():
         if name not in fields:
-            found = f"only {quoted(', '.join(fields), 200)}{closest(name, fields)}"
-            remedy = (
-                f"correct {role}={name} in {option}, or leave it out; one of several sets can have "
-                "columns of its own"
-            )
             raise DataError(
-                one_line(f"{path}: no record has the field {quoted(name)}, {found} ({remedy})")
+                f"{path}: no record has the field {quoted(name)}, only "
+                f"{quoted(', '.join(fields), 200)}{closest(name, fields)} (correct {role}={name} "
+                f"in {option}, or leave it out; one of several sets can have columns of its own)"
             )
 
 
 def _expand_data_designer(rows: Rows) -> Rows:
     """Yield a row for each question of the rows of data-designer-retrieval-sdg; others as they are.
 
-    Such a row has the chunks of a file, and questions with the numbers of the chunks that answer
-    them.
+    Such a row has chunks, and questions with the numbers of the chunks that answer them.
     """
     for line, row in rows:
         if isinstance(row, Fault) or not all(name in row for name in _DATA_DESIGNER_FIELDS):
@@ -276,7 +253,7 @@ def _expand_data_designer(rows: Rows) -> Rows:
 
 
 def _load_dataset(path: Path, data_format: str, split: str | None) -> Any:
-    """Load a parquet file or a saved dataset, or NAME or NAME:CONFIG of the hub, by `datasets`.
+    """Load a parquet file or a saved dataset, or NAME or NAME:CONFIG of the hub.
 
     Without a split, it is the only one, or "train".
     """
@@ -298,15 +275,17 @@ def _load_dataset(path: Path, data_format: str, split: str | None) -> Any:
         message = f"cannot be loaded as a Hugging Face dataset: {str(error)[:300]}"
         if not path.exists():
             message = f"no such file or folder, and it {message}"
-        raise DataError(one_line(f"{source}: {message}")) from error
+        raise DataError(f"{source}: {message}") from error
     if not isinstance(loaded, dict):
         return loaded
     splits = list(loaded)
     if split is None:
         split = splits[0] if len(splits) == 1 else "train"
     if split not in splits:
-        message = f"no split {quoted(split)}; it has {', '.join(splits)}"
-        raise DataError(one_line(f"{source}: {message} (set split, or save the split by itself)"))
+        raise DataError(
+            f"{source}: no split {quoted(split)}; it has {', '.join(splits)} (set split, or save "
+            "the split by itself)"
+        )
     return loaded[split]
 
 
@@ -325,18 +304,16 @@ def read_records(
             dataset; see docs/data.md.
         data_format: one of `DATA_FORMATS`; None: detected from the content.
         split: split of a BEIR folder, or of a Hugging Face dataset; ignored for a file.
-        columns: {role: column name} for columns with unusual names, such as
-            {"query": "user_text"}; the roles and their usual names are in `FIELDS`.
-        report: receives the counts of used and bad records; None: a new report, which raises an
-            error at the first bad record.
-        min_score: for scored pairs, the least similarity score (or label) of a positive pair; pairs
-            below it are left out and counted. None: scores of pairs are not read.
+        columns: {role: column name} for columns with unusual names, such as {"query": "user_text"};
+            the roles and their usual names are in `FIELDS`.
+        report: receives the counts of used and bad records; None: an error at the first bad record.
+        min_score: for scored pairs, the least score (or label) of a positive pair; pairs below it
+            are left out and counted. None: scores of pairs are not read.
 
     Raises:
-        ConfigError: before reading, for an unknown format, or settings that the format does not
-            have.
-        DataError: before reading, if the format cannot be detected; during reading, for a source or
-            a record that cannot be used.
+        ConfigError: for an unknown format, or settings that the format does not have.
+        DataError: for a format that cannot be detected, and during reading for a source or a record
+            that cannot be used.
     """
     source = RecordSource(path, data_format, split, columns, min_score=min_score)
     return source.records(report or RecordReport())
@@ -353,14 +330,9 @@ class RecordSource:
     the fields were chosen for each record, a record that lacks "positive" but has a field "text"
     could silently get a wrong positive.
 
-    Args:
-        path, data_format, split, columns, min_score: see `read_records`.
-        needs_scores: True for distillation: a record in which a passage lacks a teacher score (the
-            relevance score of a stronger model, such as a cross-encoder) is a bad record.
-
-    Raises:
-        ConfigError: for an unknown format, or settings that the format does not have.
-        DataError: if the format cannot be detected.
+    The arguments and errors are those of `read_records`. With ``needs_scores``, for distillation, a
+    record in which a passage lacks a teacher score (the relevance score of a stronger model, such
+    as a cross-encoder) is a bad record.
     """
 
     def __init__(
@@ -447,9 +419,7 @@ class RecordSource:
         """Return the key of the records in the cache of `datasets`: a sha256, in hex.
 
         The key changes with every setting, and with the path, size or modification time of a file.
-
-        Args:
-            settings: further values that change which records are read.
+        ``settings`` are further values that change which records are read.
         """
         files = [self.path]
         if self.path.is_dir():
@@ -475,11 +445,7 @@ class RecordSource:
         )
 
     def _parse(self, row: Mapping[str, Any]) -> Record | None:
-        """Return the texts and scores of a row; None for a pair below `min_score`.
-
-        Raises:
-            Fault: for a field that is missing, empty or of another type.
-        """
+        """Return the texts and scores of a row; None for a pair below `min_score`."""
         chosen = self._chosen or (
             self._choose_field("query", row),
             self._choose_field("positive", row),
@@ -512,10 +478,8 @@ class RecordSource:
 
         scores = self._parse_teacher_scores(row, passages, negatives)
         if scores is None and self._needs_scores:
-            raise Fault(
-                "no teacher scores",
-                f"distill needs a number for each of its passages; {TEACHER_SCORES_REMEDY}",
-            )
+            detail = f"distill needs a number for each of its passages; {TEACHER_SCORES_REMEDY}"
+            raise Fault("no teacher scores", detail)
         # A positive or negative that is listed twice counts once, with its first score.
         is_match += [False] * len(negatives)
         positives: dict[str, int] = {}  # {text: position of its first score}
@@ -561,12 +525,9 @@ class RecordSource:
         """Return, for each passage of a row, if its score or label is that of a match.
 
         A list of passages may have a list of scores, and a single one a list of one score. Another
-        score is that of all passages.
-
-        Raises:
-            Fault: for a list of scores that is not as long as that of the passages. With
-                `min_score`, for a score that is missing or not a number. Without it, for a row
-                without match, and for every score of a pair with a field `sentence1`.
+        score is that of all passages. Raises `Fault` for a list of another length; with
+        `min_score`, for a score that is missing or not a number; without it, for a row without
+        match, and for every score of a pair with a field `sentence1`.
         """
         num_passages = len(passages) if isinstance(passages, list) else 1
         is_match = [True] * num_passages
@@ -689,8 +650,8 @@ def parse_columns(columns: Columns, option: Option = "data_columns") -> dict[str
             `CORPUS_FIELDS`.
 
     Raises:
-        ConfigError: for a role that does not exist, a role with several columns, or words of
-            another form.
+        ConfigError: for a role that does not exist or has several columns, or words of another
+            form.
     """
     if not columns:
         return {}
@@ -726,12 +687,9 @@ def read_passages(
     """Yield every passage of a corpus, in the order of the file. Repeated ids are not refused.
 
     Args:
-        path: one of these:
-            - a BEIR folder, or a file of LlamaIndex;
-            - a jsonl file or a JSON array, plain or gzip, with the fields `_id` (or `id`,
-              `docid`), `title`, `text`;
-            - a table, plain or gzip, whose header has these names, as DPR publishes it;
-            - a parquet file or a Hugging Face dataset with these columns.
+        path: a BEIR folder; a file of LlamaIndex, of JSON lines, or with a JSON array; a table with
+            a header, as DPR publishes it; a parquet file; or a Hugging Face dataset. Text files may
+            be gzip.
         report: receives the counts of used and bad records.
         may_be_blank: True to yield passages without title and text, which published sets have;
             False: they are bad records.

@@ -38,8 +38,7 @@ PARQUET_MAGIC = b"PAR1"
 """The first bytes of every parquet file."""
 
 _BYTE_ORDER_MARK = b"\xef\xbb\xbf"
-_UNREADABLE = (OSError, EOFError, zlib.error)
-"""Exceptions that reading a damaged gzip file raises."""
+_UNREADABLE = (OSError, EOFError, zlib.error)  # what reading a damaged gzip file raises
 _HEAD_SIZE = 1 << 16
 _BINARY_START = 256  # bytes that are searched for a zero
 _FLOAT32_MAX = 3.4028235e38
@@ -52,10 +51,8 @@ T = TypeVar("T")
 class Fault(Exception):
     """The reason why one record cannot be used.
 
-    Args:
-        reason: the kind of fault; reports count records by it.
-        detail: details of this record.
-        remedy: the advice of the error message. The default is for a fault of single records.
+    Reports count records by ``reason``, the kind of fault. The default ``remedy``, the advice of
+    the error message, is for a fault of single records.
     """
 
     def __init__(
@@ -76,13 +73,12 @@ class RecordReport:
     Blank lines and the header of a table are not counted as records.
 
     Attributes:
-        on_bad_record: "stop" raises `DataError` at the first bad record; "skip" leaves it out and
-            counts it.
-        by_file: number of all records that were read from each file.
+        on_bad_record: "stop" raises `DataError` at the first bad record; "skip" leaves it out.
+        by_file: number of all records of each file.
         repeated: number of records of each file that equal an earlier one. They are used.
         reported: number of records that were bad, or that a setting left out.
-        by_reason: number of reported records for each reason.
-        first: file and line of the first reported record; None if there is none.
+        by_reason: their number for each reason.
+        first: file and line of the first of them.
     """
 
     on_bad_record: OnBadRecord = "stop"
@@ -135,9 +131,7 @@ class RecordReport:
     def refuse_if_nothing_left(self, where: AnyPath, left: int, what: str) -> None:
         """Raise `DataError` if the number of usable items is 0; ``what`` is their plural noun."""
         if left == 0:
-            raise DataError(
-                one_line(f"{where}: no {what} left to use; {self.summary()} (correct the data)")
-            )
+            raise DataError(f"{where}: no {what} left to use; {self.summary()} (correct the data)")
 
 
 def parse_rows(
@@ -150,7 +144,6 @@ def parse_rows(
 
     Args:
         path: the file, for messages.
-        rows: its rows.
         parse: a function that parses a row, or raises `Fault`; None: a setting leaves the row out.
         report: counts go here, unless it has counted the same file before; its `on_bad_record`
             decides about bad records.
@@ -180,7 +173,7 @@ def parse_rows(
 
 
 def _make_data_error(file: AnyPath, line: int, fault: Fault) -> DataError:
-    return DataError(one_line(f"{file}:{line}: {fault} ({fault.remedy})"))
+    return DataError(f"{file}:{line}: {fault} ({fault.remedy})")
 
 
 def passage_text(title: str, text: str) -> str:
@@ -191,11 +184,9 @@ def passage_text(title: str, text: str) -> str:
 
 
 def parse_text(value: object, field_name: str, may_be_blank: bool = False) -> str:
-    """Return the content of a field if it is a text.
+    """Return the content of a field if it is a text; "" for None if it may be blank.
 
-    Raises:
-        Fault: if the value is not a string or not valid Unicode; or, unless `may_be_blank`, if it
-            is missing (None) or blank. A missing value is then "".
+    Raises `Fault` for another type, invalid Unicode, and what is missing or blank but must not be.
     """
     if value is None and may_be_blank:
         return ""
@@ -242,10 +233,7 @@ def parse_number(value: object) -> float:
 
 
 def split_cells(line: str, num_cells: int, separator: str | None = "\t") -> list[str]:
-    """Return the cells of a line; raises `Fault` if their number differs from `num_cells`.
-
-    Cells are separated by `separator`, or by any white space if it is None.
-    """
+    """Return the cells of a line; raises `Fault` if their number differs from `num_cells`."""
     cells = line.split(separator)
     if len(cells) != num_cells:
         raise Fault(f"not {num_cells} columns", f"found {len(cells)}")
@@ -253,11 +241,7 @@ def split_cells(line: str, num_cells: int, separator: str | None = "\t") -> list
 
 
 def parse_question_line(line: str) -> list[str]:
-    """Return the question and the list of answers, as text, of a line of DPR's `.qa.csv` files.
-
-    Raises:
-        Fault: for a line with another number of cells, or broken quoting.
-    """
+    """Return the question and the list of answers, as text, of a line of DPR's `.qa.csv` files."""
     try:
         cells = next(csv.reader([line], delimiter="\t"), [])
     except csv.Error as error:
@@ -276,7 +260,7 @@ def _open(path: AnyPath) -> Iterator[gzip.GzipFile | io.BufferedReader]:
             and Excel workbooks have.
     """
     if not os.path.isfile(path) or not os.access(path, os.R_OK):
-        raise DataError(one_line(f"{path}: no such file, or it may not be read (check the path)"))
+        raise DataError(f"{path}: no such file, or it may not be read (check the path)")
     with open(path, "rb") as plain_file:
         is_gzip = plain_file.peek(2).startswith(b"\x1f\x8b")
         file = gzip.GzipFile(fileobj=plain_file) if is_gzip else plain_file
@@ -286,7 +270,7 @@ def _open(path: AnyPath) -> Iterator[gzip.GzipFile | io.BufferedReader]:
         if b"\0" in start and not start.startswith(PARQUET_MAGIC):
             message = f"{path}: is not text in UTF-8"
             remedy = "save text as UTF-8 and a workbook as CSV; unpack an archive other than gzip"
-            raise DataError(one_line(f"{message} ({remedy})"))
+            raise DataError(f"{message} ({remedy})")
         if start.startswith(_BYTE_ORDER_MARK):
             file.read(len(_BYTE_ORDER_MARK))
         yield file
@@ -341,7 +325,6 @@ def read_json_lines(path: AnyPath) -> Rows:
 
 
 def _require_object(value: object) -> object:
-    """Return a JSON object, or a `Fault` for any other JSON value."""
     if isinstance(value, dict):
         return value
     return Fault("not a JSON object", f"found {quoted(value)}")
@@ -368,24 +351,16 @@ def read_json_array(path: AnyPath) -> Rows:
 
 
 def parse_header(head: bytes) -> tuple[list[str], dict[str, Any]]:
-    """Parse the first line of a table.
+    """Return the names of a table's columns, and options of `csv.reader`, from the file's start.
 
-    Args:
-        head: the first bytes of the file.
-
-    Returns:
-        The names of the columns (none if the bytes are not a table), and the options of
-        `csv.reader` for the table. The delimiter is the comma, semicolon or tab that is most
-        frequent in the line outside of quotes.
+    There are no names if the bytes are not a table. The delimiter is the comma, semicolon or tab
+    that is most frequent in the first line outside of quotes.
     """
     line = head.decode("utf-8", "replace").partition("\n")[0]
     unquoted_line = re.sub('"[^"]*"', "", line)
     delimiter = max("\t,;", key=unquoted_line.count)
     has_blanks_before_quotes = f'{delimiter} "' in line
-    options: dict[str, Any] = {
-        "delimiter": delimiter,
-        "skipinitialspace": has_blanks_before_quotes,
-    }
+    options: dict[str, Any] = {"delimiter": delimiter, "skipinitialspace": has_blanks_before_quotes}
     try:
         cells = next(csv.reader([line], **options), [])
     except csv.Error:

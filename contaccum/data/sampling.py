@@ -48,8 +48,7 @@ class EpochSampling:
         draws_positive: True to sample the positive of a row in each epoch from those of its record.
         rows: number of the record and index of the positive for each of the N rows, int64 (N, 2);
             None: row i has the first positive of record i.
-        known_positives: text ids of query and positive, int64 (r, 2), sorted by query; see
-            `collect_known_positives`.
+        known_positives: see `collect_known_positives`.
         has_teacher_scores: True to put teacher scores into the labels.
 
     Attributes:
@@ -87,9 +86,7 @@ class EpochSampling:
         return self
 
     def __len__(self) -> int:
-        if self._rows is None:
-            return len(self._records)
-        return len(self._rows)
+        return len(self._records if self._rows is None else self._rows)
 
     @property
     def epoch(self) -> int:
@@ -112,20 +109,16 @@ class EpochSampling:
         "query" and "positive", and text ids or teacher scores belong into it.
 
         Raises:
-            ConfigError: for a data set with other columns, of which query or positive was renamed
-                or removed. Its texts could not be matched to the labels.
+            ConfigError: for other columns without query or positive, which was renamed or removed:
+                the texts could not be matched to the labels.
         """
         text_columns = [name for name in batch if name in self.columns]
         other_columns = {name: batch[name] for name in batch if name not in self.columns}
         has_pair = "query" in text_columns and "positive" in text_columns
         if other_columns and not has_pair:
-            raise ConfigError(
-                f"training data with the columns {', '.join(batch)}: "
-                "keep the names query and positive"
-            )
-        numbers: list[int] = []
-        if text_columns:
-            numbers = [int(number) for number in batch[text_columns[0]]]
+            names = ", ".join(batch)
+            raise ConfigError(f"training data with the columns {names}: keep query and positive")
+        numbers = [int(number) for number in batch[text_columns[0]]] if text_columns else []
         sampled: dict[str, list[Any]] = {name: [] for name in text_columns}
         labels = []
         seed = int(self._seed_and_epoch[0]) & _UINT64_MASK
@@ -208,10 +201,7 @@ class EpochSampling:
         """Return a row's negatives, filled up to h with positives of other rows.
 
         Known positives of the query are not used. If too few other passages are found, the
-        negatives are repeated.
-
-        Raises:
-            DataError: if the row would have no negative at all.
+        negatives are repeated. Raises `DataError` if the row would have no negative at all.
         """
         query_id, *used_ids = text_ids([query, positive, *negatives]).tolist()
         forbidden_ids = set(used_ids)
@@ -241,13 +231,10 @@ class EpochSampling:
 def get_samplings(dataset: Any) -> list[EpochSampling]:
     """Return the `EpochSampling` transforms of a data set, or of all data sets of a dict.
 
-    The list is empty for a plain data set, whose texts are not sampled.
+    A plain data set, whose texts are not sampled, has none.
     """
     if isinstance(dataset, dict):
-        samplings = []
-        for part in dataset.values():
-            samplings += get_samplings(part)
-        return samplings
+        return [sampling for part in dataset.values() for sampling in get_samplings(part)]
     data_format = getattr(dataset, "format", None) or {}
     transform = data_format.get("format_kwargs", {}).get("transform")
     # sentence-transformers wraps the transform of a data set of a dict, to add the set's name.
@@ -325,12 +312,7 @@ class Labels:
 def encode(
     text_ids: Sequence[int] = (), teacher_scores: Sequence[float] = ()
 ) -> list[int] | list[float]:
-    """Encode the label of one row in the format of this module.
-
-    Args:
-        text_ids: 64-bit ids of the query, the positive and the negatives; empty to leave them out.
-        teacher_scores: scores of the positive and the negatives; empty to leave them out.
-    """
+    """Encode the label of one row: ids of its c texts, scores of its c - 1 passages, or both."""
     if not teacher_scores:
         return list(text_ids)
     if not text_ids:
@@ -349,13 +331,9 @@ def are_text_ids(ids: Tensor) -> bool:
 
 
 def decode(labels: Tensor | None, num_columns: int) -> Labels:
-    """Decode the text ids and teacher scores in the labels of a batch.
+    """Decode the text ids and teacher scores in the labels of a batch with c text columns.
 
     Labels of another shape or dtype come from a user's own data set; they decode to None.
-
-    Args:
-        labels: the labels of a batch.
-        num_columns: c, the number of text columns.
     """
     if labels is None or labels.ndim != 2:
         return Labels()
@@ -364,12 +342,9 @@ def decode(labels: Tensor | None, num_columns: int) -> Labels:
         return Labels(teacher_scores=labels)
     import torch
 
-    if labels.dtype != torch.int64:
+    if labels.dtype != torch.int64 or width not in (num_columns, 2 * num_columns - 1):
         return Labels()
     if width == num_columns:
         return Labels(text_ids=labels)
-    if width == 2 * num_columns - 1:
-        bits = labels[:, num_columns:].to(torch.int32)
-        scores = bits.view(torch.float32)
-        return Labels(text_ids=labels[:, :num_columns], teacher_scores=scores)
-    return Labels()
+    bits = labels[:, num_columns:].to(torch.int32)
+    return Labels(labels[:, :num_columns], teacher_scores=bits.view(torch.float32))

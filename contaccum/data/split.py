@@ -108,14 +108,13 @@ class SplitSettings:
     Attributes:
         dev: share (below 1) or number of dev queries; None: a tenth, at most 500.
         test: share (below 1) or number of test queries; None: a fifth, at most 1,000.
-        documents: least number of documents to search in dev and in test, used only if no corpus
-            is given.
+        documents: least number of documents to search in dev and in test, if no corpus is given.
         seed: seed of the random choice of queries and documents.
         fold: fold of a cross-validation: the test sets of folds 0, 1, ... have no query in common.
         future: "new" to hold out queries with their passages, "known" to hold out queries whose
-            passages are positives of other queries in training, "both" for half of each. If fewer
-            queries than half can be known, the others are new. None: "both" if at
-            least `LEAST_KNOWN_PASSAGES` passages can have known queries, else "new".
+            passages are positives of other queries in training, "both" for half of each, and more
+            new ones if fewer can be known. None: "both" if at least `LEAST_KNOWN_PASSAGES` passages
+            can have known queries, else "new".
 
     Raises:
         ConfigError: for a value out of range.
@@ -153,16 +152,14 @@ class Split:
         largest_group: number of queries of the largest group.
         near_duplicates: number of texts that nearly equal an earlier text.
         known: number of known queries in dev and in test. The others are new.
-        left_out: number of records on no side, because they share a text with the test set that
-            came with the data.
-        negatives_left_out: number of hard negatives that were removed from training because they
-            are queries or positives of dev or test, or nearly so.
+        left_out: number of records on no side, which share a text with the data's own test set.
+        negatives_left_out: number of hard negatives that are not in training because they are
+            queries or positives of dev or test, or nearly so.
         settings: the `SplitSettings`.
-        fingerprint: sha256, in hex, of all records and of the settings. It does not cover the
-            documents of a given corpus or of a test set that came with the data.
+        fingerprint: sha256, in hex, of all records and of the settings, without the documents of a
+            given corpus or of the data's own test set.
         folds: number of folds of these sizes. The last one can have fewer known test queries.
-        positives_added: number of positives of dev and test that the given corpus lacks and that
-            were added to the documents of dev and test.
+        positives_added: number of positives of dev and test that the given corpus lacks.
         has_own_test: whether the data came with a test set.
         generated: number of records that name what has generated them.
     """
@@ -195,20 +192,17 @@ class Split:
 
     def summary(self) -> str:
         """Return one line: the numbers of queries, near-duplicates, and positives added."""
-        kinds = (
-            f" ({self.known['dev']:,} and {self.known['test']:,} on known documents, the others on "
-            "new ones)"
-        )
         if self.known == {"dev": self.dev, "test": self.test}:
-            kinds = " on known documents"
-        elif not any(self.known.values()):
-            kinds = " on new documents"
+            kinds = "on known documents"
+        elif any(self.known.values()):
+            counts = f"{self.known['dev']:,} and {self.known['test']:,}"
+            kinds = f"({counts} on known documents, the others on new ones)"
+        else:
+            kinds = "on new documents"
             if self.settings["future"] is None and not self.has_own_test:
                 kinds += " (too few passages have several queries for known ones)"
-        line = (
-            f"held out: {self.dev:,} dev and {self.test:,} test queries{kinds}; {self.train:,} "
-            "queries to train on"
-        )
+        line = f"held out: {self.dev:,} dev and {self.test:,} test queries {kinds}; "
+        line += f"{self.train:,} queries to train on"
         if self.near_duplicates:
             line += f" ({self.near_duplicates:,} near-duplicates kept together)"
         if self.positives_added:
@@ -262,7 +256,6 @@ def split_data(
         corpus: the documents of dev and test. None: they are the held-out passages, the hard
             negatives of the held-out queries, and a sample of the other passages.
         report: receives the counts of used and bad records; None: a new report.
-        show_progress: True for a progress bar.
         corpus_columns: names of the columns of ``corpus``; see `read_passages`.
 
     Raises:
@@ -304,17 +297,14 @@ def split_data(
     held_out = find_held_out(parts, documents, own_test, show_progress)
     training_records = [_remove_negatives(record, held_out) for record in parts["train"]]
     training_corpus = collect_training_corpus(parts["train"], documents, held_out)
-    num_negatives = [
-        sum(len(record.negatives) for record in part) for part in (parts["train"], training_records)
-    ]
+    num_negatives = sum(len(record.negatives) for record in parts["train"])
+    num_used_negatives = sum(len(record.negatives) for record in training_records)
     content = Fingerprint(*sorted(map(_format_record, records)))
     content.add(str(settings), "" if corpus is None else Path(corpus).name)
 
     with atomic_folder(output) as folder:
         write_text(folder / TRAIN_FILE, map(_format_record, training_records))
-        write_text(
-            folder / CORPUS_FILE, (format_document(*document) for document in training_corpus)
-        )
+        write_text(folder / CORPUS_FILE, (format_document(*each) for each in training_corpus))
         training_positives = _collect_positives(training_records)
         num_documents = {"train": len(training_corpus)}
         num_queries = {"train": len({normalise(record.query) for record in training_records})}
@@ -342,7 +332,7 @@ def split_data(
             near_duplicates=grouping.num_near_duplicates,
             known=known,
             left_out=len(parts["left out"]),
-            negatives_left_out=num_negatives[0] - num_negatives[1],
+            negatives_left_out=num_negatives - num_used_negatives,
             settings=asdict(settings),
             fingerprint=content.hex(),
             folds=num_folds,
@@ -398,10 +388,7 @@ def _shares_passages(records: Sequence[Record], test: BeirDataset) -> bool:
 def _choose_sizes(
     source: AnyPath, grouping: Grouping, settings: SplitSettings, own_test: BeirDataset | None
 ) -> dict[str, int]:
-    """Return the number of queries to hold out: {"dev": number, "test": number}.
-
-    The number of test queries is 0 if the data came with a test set, which is used as it is.
-    """
+    """Return the number of dev and test queries; 0 for test if the data came with a test set."""
     candidates = grouping.queries_of_group.keys() - grouping.groups_of_test
     num_queries = grouping.count_queries(candidates)
     if num_queries < LEAST_QUERIES:
@@ -438,9 +425,8 @@ def assign_sides(
     So a known query has its passages in training in every fold, and no query is known in one fold
     and new in another.
 
-    Args:
-        grouping: groups of the records.
-        sizes: number of queries to hold out; no test queries if the data came with a test set.
+    ``sizes`` are the numbers of queries to hold out. They have no test queries if the data came
+    with a test set.
 
     Raises:
         DataError: if too few queries can be held out.
@@ -463,10 +449,8 @@ def assign_sides(
                     groups_of_new.append(group)
                     num_left -= grouping.queries_of_group[group]
         others = grouping.queries_of_group.keys() - set(groups_of_new)
-        other_records = []
-        for record, group in zip(records, grouping.group_of_record, strict=True):
-            if group in others:
-                other_records.append(record)
+        pairs = zip(records, grouping.group_of_record, strict=True)
+        other_records = [record for record, group in pairs if group in others]
         candidates, num_known_folds = choose_known_queries(
             source, other_records, most_known, settings, show_progress
         )
@@ -496,7 +480,7 @@ def assign_sides(
 def choose_sides(
     source: AnyPath, grouping: Grouping, groups: Sequence[int], sizes: dict[str, int], fold: int
 ) -> dict[int, str]:
-    """Assign each group to "train", "dev" or "test".
+    """Return {group: "train", "dev" or "test"}, without groups that are linked with a given test.
 
     ``groups`` may be held out, and all others go to train. In the order of ``groups``, the test set
     of fold k starts after the first k x (number of test queries) queries. Dev follows test, and the
@@ -506,9 +490,6 @@ def choose_sides(
         fold 0   test  test  dev   train train train
         fold 1   train train test  test  dev   train
         fold 2   dev   train train train test  test
-
-    Returns:
-        {group: side}, without the groups that are linked with the published test set.
 
     Raises:
         DataError: if too many queries are in large groups, or a side gets no group.
@@ -546,18 +527,11 @@ def choose_sides(
 
 
 def _list_small_groups(grouping: Grouping, sizes: Mapping[str, int], seed: str) -> list[int]:
-    """Return the groups that may be held out, in a random order that depends on the seed.
-
-    These are small groups without a text of the published test set.
-    """
+    """Return the groups that may be held out, in a random order that depends on the seed."""
     largest = max(1, max(sizes.values()) // _SMALL_GROUPS_PER_SET)
-    small_groups = []
-    for group, num_queries in grouping.queries_of_group.items():
-        if group not in grouping.groups_of_test and num_queries <= largest:
-            small_groups.append(group)
-    return sorted(
-        small_groups, key=lambda group: _hash_text(f"{seed}:{grouping.key_of_group[group]}")
-    )
+    candidates = grouping.queries_of_group.keys() - grouping.groups_of_test
+    small = [group for group in candidates if grouping.queries_of_group[group] <= largest]
+    return sorted(small, key=lambda group: _hash_text(f"{seed}:{grouping.key_of_group[group]}"))
 
 
 def choose_known_queries(
@@ -581,8 +555,8 @@ def choose_known_queries(
 
     Returns:
         {fold: {normalised query: "dev" or "test"}} of fold 0 and the fold of the settings, empty if
-        too few passages have known queries; and the number of folds whose test set has at least
-        half as many queries as wanted.
+            too few passages have known queries; and the number of folds whose test set has at least
+            half as many queries as wanted.
 
     Raises:
         DataError: if all held-out queries have to be known, and too few can be.
@@ -653,11 +627,9 @@ def find_held_out(
 ) -> set[str]:
     """Return the normalised texts that must not be negatives in training.
 
-    These are the queries and positives of dev and test, and the hard negatives of training records
-    and the documents that are copies or near-duplicates of them. Positives of training records are
-    never among them: known queries of dev and test have some of these too.
-
-    `documents` is the corpus, and `test` the test set that the data came with.
+    These are the queries and positives of dev, test and the data's own ``test`` set, and the hard
+    negatives of training records and the documents that are copies or near-duplicates of them.
+    Positives of training records are never among them: known queries have some of these too.
     """
     held_out_records = [*parts["dev"], *parts["test"]]
     if test is not None:
@@ -706,10 +678,8 @@ def sample_documents(
     others: dict[str, str] = {}
     for records in parts.values():
         others.update(_collect_passages(records))
-    order = sorted(
-        others.keys() - passages.keys(),
-        key=lambda text: _hash_text(f"{seed}:{fold_case(others[text])}"),
-    )
+    texts = others.keys() - passages.keys()
+    order = sorted(texts, key=lambda text: _hash_text(f"{seed}:{fold_case(others[text])}"))
     for text in order[: max(0, size - len(passages))]:
         passages[text] = others[text]
     return [_make_document(text, passage) for text, passage in passages.items()]
@@ -739,7 +709,6 @@ def _add_copies(texts: Set[str], documents: Iterable[Passage]) -> set[str]:
 
 
 def _collect_positives(records: Iterable[Record]) -> set[str]:
-    """Return the normalised positives of records."""
     return {normalise(positive) for record in records for positive in record.positives}
 
 
@@ -778,7 +747,6 @@ def _make_document(normalised_text: str, passage: str) -> Passage:
 
 
 def _format_record(record: Record) -> str:
-    """Return a training record as a line of JSON that `contaccum.data.read_records` reads."""
     positives = record.positives
     content: dict[str, object] = {"query": record.query}
     content["positive"] = positives[0] if len(positives) == 1 else positives
@@ -792,16 +760,10 @@ def _format_record(record: Record) -> str:
 def add_to_training(folder: Path, source: RecordSource, report: RecordReport) -> str:
     """Write the training records of a split, and further ones, to `WITH_GENERATED_FILE`.
 
-    Their documents are added to `CORPUS_FILE`. A further record is left out if its query is one of
-    dev or test, or nearly so, or if a document of it is new there: the verdict on new documents is
-    about those without any training query.
-
-    Args:
-        folder: the folder of a split.
-        source: the further records, such as generated questions.
-
-    Returns:
-        A line for the user.
+    Their documents are added to `CORPUS_FILE`. A further record, such as a generated question, is
+    left out if its query is one of dev or test, or nearly so, or if a document of it is new there:
+    the verdict on new documents is about those without any training query. Returns a line for the
+    user.
 
     Raises:
         DataError: no further record is left.
@@ -900,32 +862,26 @@ def write_beir(
     documents: Iterable[Passage],
     queries: Mapping[str, str],
     qrels: Mapping[str, Mapping[str, int]],
-    training_positives: Set[str] = frozenset(),
+    training_positives: Set[str],
 ) -> int:
     """Write a new BEIR folder, whose split is called ``test``; return the number of known queries.
 
-    The judgements of known queries are also written as a split ``known``, and those of the others
-    as ``new``; neither is written if no query is known, and ``new`` only if there are such.
-
-    Args:
-        queries: {id: text}.
-        training_positives: the normalised positives of training. A query is known if all its
-            relevant documents are copies of them.
+    A query is known if all its relevant documents are copies of ``training_positives``, which are
+    normalised. The judgements of known queries are also written as a split ``known``, and those of
+    the others as ``new``; neither is written if no query is known.
     """
     relevant_ids: dict[str, set[str]] = {}
     for query_id, judgements in qrels.items():
         relevant_ids[query_id] = {name for name, grade in judgements.items() if grade > 0}
     all_ids = set().union(*relevant_ids.values())
-    relevant = {document.id: document for document in documents if document.id in all_ids}
-    known_texts = _add_copies(training_positives, relevant.values())
-    known_ids = {
-        name for name, document in relevant.items() if normalise(document.passage) in known_texts
-    }
+    relevant = [document for document in documents if document.id in all_ids]
+    known_texts = _add_copies(training_positives, relevant)
+    is_known = {each.id: normalise(each.passage) in known_texts for each in relevant}
     kinds: dict[str, dict[str, Mapping[str, int]]] = {"known": {}, "new": {}}
     for query_id, judgements in qrels.items():
-        ids = relevant_ids[query_id] & relevant.keys()
-        is_known = len(ids) > 0 and ids <= known_ids
-        kinds["known" if is_known else "new"][query_id] = judgements
+        ids = relevant_ids[query_id] & is_known.keys()
+        kind = "known" if ids and all(is_known[name] for name in ids) else "new"
+        kinds[kind][query_id] = judgements
     write_beir_folder(folder, documents, queries.items(), qrels, "test")
     for kind, judged in kinds.items():
         if kinds["known"] and judged:
@@ -939,12 +895,9 @@ def write_part(dataset: BeirDataset, document_ids: Container[str], folder: Path)
     Its split is called ``test``. Judgements of the corpus's other documents are left out.
     """
     corpus = dataset.corpus
-    documents = [Passage(name, **corpus[name]) for name in corpus if name in document_ids]
+    documents = (Passage(name, **corpus[name]) for name in corpus if name in document_ids)
     qrels: dict[str, dict[str, int]] = {}
     for query_id, judgements in dataset.qrels.items():
-        qrels[query_id] = {
-            name: grade
-            for name, grade in judgements.items()
-            if name in document_ids or name not in corpus
-        }
-    write_beir(folder, documents, dataset.queries, qrels)
+        ids = [name for name in judgements if name in document_ids or name not in corpus]
+        qrels[query_id] = {name: judgements[name] for name in ids}
+    write_beir_folder(folder, documents, dataset.queries.items(), qrels, "test")

@@ -26,7 +26,7 @@ from contaccum.data.rows import (
     parse_text,
     read_json_lines,
 )
-from contaccum.errors import DataError, one_line, quoted
+from contaccum.errors import DataError, quoted
 
 SIDES = ("queries", "documents")
 _NAMES = ("id", "_id", "title", "text")
@@ -99,7 +99,7 @@ def _read_array(file: Path) -> Rows:
     try:
         vectors = np.load(file, mmap_mode="r", allow_pickle=False)
     except (OSError, ValueError) as error:
-        raise DataError(one_line(f"{file}: not an array of numbers ({error})")) from error
+        raise DataError(f"{file}: not an array of numbers ({error})") from error
     num_rows = 0
     for line, row in read_json_lines(file.with_suffix(".jsonl")):
         if not isinstance(row, Fault):
@@ -134,4 +134,4 @@ def _read_parquet(file: Path) -> Rows:
                     number += 1
                     yield number, {**row, "embedding": vector}
     except (OSError, pa.ArrowException) as error:
-        raise DataError(one_line(f"{file}: not a parquet file ({error})")) from error
+        raise DataError(f"{file}: not a parquet file ({error})") from error
