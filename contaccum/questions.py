@@ -207,13 +207,15 @@ def ask_all(
     missing = islice((prompt for prompt in prompts if prompt[0] not in answers), num_missing)
     progress = tqdm(total=num_missing, desc="questions", disable=not show_progress)
     running: dict[Future[dict[str, Any]], int] = {}
+    num_tokens = sum(answer["tokens"] for answer in answers.values())
 
     def write(row: int, answer: dict[str, Any]) -> None:
+        nonlocal num_tokens
         seconds = round(time.monotonic() - started, 3)
         answers[row] = {"document": row, "seconds": seconds, **answer}
         with file.open("a", encoding="utf-8") as lines:
             lines.write(f"\n{json.dumps(answers[row])}\n")  # the line before may have been cut
-        num_tokens = sum(answer["tokens"] for answer in answers.values())
+        num_tokens += answer["tokens"]
         progress.set_postfix_str(f"{num_tokens:,} tokens", refresh=False)
         progress.update()
 
