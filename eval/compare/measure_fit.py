@@ -2,7 +2,6 @@
 
     python eval/compare/measure_fit.py run medquad=FILE nqg=FILE pubmedqa=FILE \\
         scifact=contaccum/data/scifact --model MODEL --budget 8m
-    python eval/compare/measure_fit.py run --chunked medquad_chunks=FILE --model MODEL --budget 16m
     python eval/compare/measure_fit.py table
 
 A cell is one fit: `contaccum split` with a seed, and `contaccum fit` of the split with the same
@@ -12,13 +11,6 @@ writes the tables of all cells of the record into the page.
 
 A FILE has pairs in any format of docs/data.md. If it has more than 2,000, a sample of its passages
 is used, with all questions of each. A BEIR folder keeps its corpus and its own test set.
-
-With --chunked, the pairs become a BEIR folder by the protocol of vllm-project/semantic-router#1219:
-answers are cut at ends of sentences into chunks of at most 1,000 characters, all chunks of an
-answer are relevant to its question, and a random fifth of the questions, with seed 42, is the test
-set. The measure is MRR@5. That project trains mmbert-embed-32k-2d-matryoshka with all of MedQuAD,
-about 16,400 pairs, and reports the better of two iterations by this test set. `fit` also leaves out
-training questions with a text of the test set, or nearly so.
 """
 
 from __future__ import annotations
@@ -26,9 +18,7 @@ from __future__ import annotations
 import argparse
 import hashlib
 import json
-import math
 import os
-import re
 import shlex
 import sys
 import threading
@@ -38,34 +28,22 @@ from pathlib import Path
 from statistics import fmean, stdev
 from typing import Any
 
-import numpy as np
 from comparison.processes import Job, exit_with_parent, run_jobs
-from sentence_transformers.util import get_device_name
 
 from contaccum.cli import main as run_command
 from contaccum.data import read_records
-from contaccum.data.beir import QRELS_HEADER, is_beir_folder, load_beir_folder
+from contaccum.data.beir import is_beir_folder
 from contaccum.data.records import Record
-from contaccum.data.split import TRAIN_FILE
 from contaccum.errors import DataError, UserError
-from contaccum.evaluation.evaluator import RetrievalEvaluator
-from contaccum.evaluation.metrics import score_run
 from contaccum.evaluation.results import fill_page, markdown_table
-from contaccum.experiments.candidates import Candidate
-from contaccum.experiments.comparison import SYSTEMS, search_test_set
-from contaccum.experiments.proposed import make_base_settings, propose_settings
+from contaccum.experiments.comparison import SYSTEMS
 from contaccum.files import atomic_folder, hash_file, read_json, write_json, write_text
 from contaccum.report.fit_page import RUNGS
-from contaccum.retrieval.documents import StoreDocuments
-from contaccum.retrieval.store import EmbeddingStore
-from contaccum.training.setup import load_model
 from contaccum.work import RESULT_FILE
 
 ROOT = Path(__file__).resolve().parents[2]
 CELL_FILE = "cell.json"
 MAX_PAIRS = 2000
-CHUNK_CHARACTERS = 1000
-CHUNK_TEST_SEED = 42
 LEFT_OUT = ("model", "train_data", "output_dir", "passage_store", "second_stage", "learning_rates")
 """Settings of a training that are paths on this machine, or as long as the training."""
 PUBLISHED = {
@@ -75,14 +53,6 @@ PUBLISHED = {
         "scores": {
             "Tevatron: bert-base, 80 epochs on a GPU": 0.7473,
             "Tevatron: Condenser, 80 epochs on a GPU": 0.7841,
-        },
-    },
-    "https://github.com/vllm-project/semantic-router/pull/1219": {
-        "data": "medquad_chunks",
-        "metric": "MRR@5",
-        "scores": {
-            "semantic-router: mmbert-embed-32k-2d-matryoshka, untrained": 0.4354,
-            "semantic-router: the same model, trained with all of MedQuAD": 0.7453,
         },
     },
 }
@@ -107,8 +77,7 @@ def parse_arguments() -> tuple[argparse.Namespace, list[str]]:
     )
     actions = parser.add_subparsers(dest="action", required=True)
     run = actions.add_parser("run", allow_abbrev=False)
-    run.add_argument("data", nargs="*", metavar="NAME=PATH", help="pairs, or a BEIR folder")
-    run.add_argument("--chunked", nargs="+", default=[], metavar="NAME=PATH", help="pairs")
+    run.add_argument("data", nargs="+", metavar="NAME=PATH", help="pairs, or a BEIR folder")
     run.add_argument("--model", required=True, help="the model to train")
     run.add_argument("--budget", default="8m", help="budget of each fit; default: %(default)s")
     run.add_argument("--seeds", nargs="+", type=int, default=[0, 1, 2])
@@ -124,7 +93,7 @@ def parse_arguments() -> tuple[argparse.Namespace, list[str]]:
 # Data ---------------------------------------------------------------------------------------------
 
 
-def prepare_data(name: str, path: Path, is_chunked: bool, work: Path) -> dict[str, Any]:
+def prepare_data(name: str, path: Path, work: Path) -> dict[str, Any]:
     """Write the data of a set, and return their ``path`` and a description of the source."""
     if is_beir_folder(path):
         return {"path": str(path), "source": {"folder": path.name}}
@@ -132,15 +101,13 @@ def prepare_data(name: str, path: Path, is_chunked: bool, work: Path) -> dict[st
     source = {"file": path.name, "sha256": hash_file(path), "pairs": len(records)}
     folder = work / "data" / name
     with atomic_folder(folder) as new_folder:
-        if is_chunked:
-            write_chunks(new_folder, records)
-        else:
-            rows = [
-                {"query": record.query, "positive": record.positives[0]}
-                for record in sample_passages(records, MAX_PAIRS)
-            ]
-            write_lines(new_folder / "pairs.jsonl", rows)
-    return {"path": str(folder if is_chunked else folder / "pairs.jsonl"), "source": source}
+        rows = [
+            {"query": record.query, "positive": record.positives[0]}
+            for record in sample_passages(records, MAX_PAIRS)
+        ]
+        lines = [json.dumps(row, ensure_ascii=False) + "\n" for row in rows]
+        write_text(new_folder / "pairs.jsonl", lines)
+    return {"path": str(folder / "pairs.jsonl"), "source": source}
 
 
 def sample_passages(records: Sequence[Record], num_pairs: int) -> list[Record]:
@@ -159,46 +126,6 @@ def sample_passages(records: Sequence[Record], num_pairs: int) -> list[Record]:
     return sampled
 
 
-def write_chunks(folder: Path, records: Sequence[Record]) -> None:
-    """Write pairs as a BEIR folder of chunks, with the splits train and test.
-
-    The test questions are those of scikit-learn's `train_test_split` with the same seed.
-    """
-    order = np.random.RandomState(CHUNK_TEST_SEED).permutation(len(records))
-    test = set(order[: math.ceil(0.2 * len(records))].tolist())
-    documents = []
-    qrels = {"train": [QRELS_HEADER], "test": [QRELS_HEADER]}
-    for number, record in enumerate(records):
-        for chunk in cut_into_chunks(record.positives[0]):
-            split = "test" if number in test else "train"
-            qrels[split].append(f"q{number}\tc{len(documents)}\t1\n")
-            documents.append({"_id": f"c{len(documents)}", "title": "", "text": chunk})
-    write_lines(folder / "corpus.jsonl", documents)
-    queries = [{"_id": f"q{number}", "text": row.query} for number, row in enumerate(records)]
-    write_lines(folder / "queries.jsonl", queries)
-    (folder / "qrels").mkdir()
-    for split, lines in qrels.items():
-        write_text(folder / "qrels" / f"{split}.tsv", lines)
-
-
-def cut_into_chunks(text: str) -> list[str]:
-    """Cut a text at ends of sentences into chunks of at most `CHUNK_CHARACTERS` characters.
-
-    Only a sentence that is longer makes a longer chunk.
-    """
-    chunks = [""]
-    for sentence in re.split(r"(?<=[.!?] )", text):
-        if chunks[-1] and len(chunks[-1]) + len(sentence) > CHUNK_CHARACTERS:
-            chunks.append("")
-        chunks[-1] += sentence
-    return [chunk.strip() for chunk in chunks]
-
-
-def write_lines(path: Path, rows: Sequence[dict[str, str]]) -> None:
-    """Write rows as JSON lines."""
-    write_text(path, [json.dumps(row, ensure_ascii=False) + "\n" for row in rows])
-
-
 # Cells --------------------------------------------------------------------------------------------
 
 
@@ -208,13 +135,11 @@ def make_jobs(args: argparse.Namespace, fit_options: list[str]) -> list[Job]:
     The cells of a seed come first for all data sets, so that a table that is made early has all.
     """
     prepared = {}
-    for is_chunked, sources in ((False, args.data), (True, args.chunked)):
-        for source in sources:
-            name, sign, path = source.partition("=")
-            if not sign:
-                raise DataError(f"{source}: give NAME=PATH, and options of fit as --key=value")
-            data = prepare_data(name, Path(path), is_chunked, args.work)
-            prepared[name] = {"data": name, "chunked": is_chunked, **data}
+    for source in args.data:
+        name, sign, path = source.partition("=")
+        if not sign:
+            raise DataError(f"{source}: give NAME=PATH, and options of fit as --key=value")
+        prepared[name] = {"data": name, **prepare_data(name, Path(path), args.work)}
     jobs = []
     for seed in args.seeds:
         for name, data in prepared.items():
@@ -247,9 +172,6 @@ def run_cell(job: Job) -> None:
     scores = {}
     for system, row in zip(SYSTEMS, fit["scores"], strict=True):
         scores[system] = {name: value for name, value in row.items() if name != "name"}
-    if job["chunked"]:
-        for system, metrics in score_chunks(job, fit).items():
-            scores[system].update(metrics)
     candidates = []
     for candidate in fit["candidates"]:
         settings = {
@@ -272,28 +194,6 @@ def run_cell(job: Job) -> None:
         **fit["made_with"],
     }
     write_json(folder / CELL_FILE, cell)
-
-
-def score_chunks(job: Job, fit: dict[str, Any]) -> dict[str, dict[str, float]]:
-    """Return {system: {"MRR@5": mean, "Recall@5": mean}} of a finished fit on its test set."""
-    folder = Path(job["folder"])
-    given = fit["request"]["settings"]
-    settings = propose_settings(folder / "split" / TRAIN_FILE, job["model"], given)
-    base = load_model(make_base_settings(settings), get_device_name())
-    test_set = load_beir_folder(folder / "split" / "test", "test")
-    evaluator = RetrievalEvaluator(test_set, batch_size=settings.per_device_eval_batch_size)
-    evaluator.documents = StoreDocuments(
-        EmbeddingStore.open(folder / "fit" / "documents" / "store")
-    )
-    candidates = [Candidate(**row) for row in fit["candidates"]]
-    chosen = candidates[fit["chosen"]]
-    chosen_folder = folder / "fit" / "candidates" / chosen.folder
-    scores = {}
-    results = search_test_set(evaluator, base, candidates[1], chosen, chosen_folder)
-    for system, result in results.items():
-        means, _ = score_run(test_set.qrels, result.run, (5,))
-        scores[system] = {"MRR@5": means["MRR@5"], "Recall@5": means["Recall@5"]}
-    return scores
 
 
 # Tables -------------------------------------------------------------------------------------------

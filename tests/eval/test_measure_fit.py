@@ -9,7 +9,6 @@ from programs import ROOT, run_program
 from sample_texts import sentences
 from small_data import write_pairs
 
-from contaccum.data import load_beir_folder
 from contaccum.data.records import Record
 from contaccum.evaluation.results import fill_page
 
@@ -37,21 +36,6 @@ def test_a_sampled_passage_has_all_its_questions(measure_fit):
     assert {len([r for r in sampled if r.positives == s.positives]) for s in sampled} == {3}
 
 
-def test_chunks_end_at_sentences_and_the_test_questions_are_those_of_the_protocol(
-    measure_fit, tmp_path
-):
-    sentence = "a" * 398 + ". "
-    records = [Record(f"q{n}", [f"{n} {sentence * 5}".strip()], []) for n in range(10)]
-    measure_fit.write_chunks(tmp_path, records)
-    test, train = (load_beir_folder(tmp_path, split) for split in ("test", "train"))
-    # train_test_split(range(10), test_size=0.2, random_state=42) of scikit-learn
-    assert sorted(test.queries) == ["q1", "q8"]
-    assert len(train.queries) == 8
-    lengths = [len(row["text"]) for row in test.corpus.values()]
-    assert lengths == 10 * [801, 799, 399]
-    assert all(len(grades) == 3 for grades in test.qrels.values())
-
-
 @pytest.mark.long
 def test_finished_fits_are_in_the_tables_and_are_not_run_again(
     measure_fit, tiny_model_path, tmp_path, capsys
@@ -62,9 +46,7 @@ def test_finished_fits_are_in_the_tables_and_are_not_run_again(
     options += ["--method=contaccum", "--use_cpu=true", "--learning_rate=0.01", "--max_steps=3"]
     for is_finished in (False, True):
         with pytest.raises(SystemExit) as end:
-            run_program(
-                PROGRAM, "run", f"small={pairs}", "--chunked", f"medquad_chunks={pairs}", *options
-            )
+            run_program(PROGRAM, "run", f"scifact={pairs}", *options)
         assert end.value.code == 0
         assert ("started" in capsys.readouterr().out) is not is_finished
 
@@ -76,7 +58,7 @@ def test_finished_fits_are_in_the_tables_and_are_not_run_again(
         run_program(PROGRAM, "table", "--work", work, "--record", record_file, "--page", page)
     assert end.value.code == 0
     record = json.loads(record_file.read_text())
-    assert [cell["data"] for cell in record["cells"]] == ["medquad_chunks", "small"]
+    assert [cell["data"] for cell in record["cells"]] == ["scifact"]
     for cell in record["cells"]:
         assert all("--seed 3" in command for command in cell["commands"])
         assert cell["split"]["settings"]["seed"] == 3
@@ -90,6 +72,5 @@ def test_finished_fits_are_in_the_tables_and_are_not_run_again(
     assert str(tmp_path) not in text.replace(str(work), "WORK").replace(str(pairs), "PAIRS")
     assert fill_page(page.read_text(), measure_fit.make_tables(record)) == page.read_text()
     scores = record["cells"][0]["scores"]
-    assert "| MRR@5   | `fit`" in page.read_text()
     for system in ("base", "trained_with_bm25"):
-        assert f"| {100 * scores[system]['MRR@5']:.1f}" in page.read_text()
+        assert f"| {100 * scores[system]['NDCG@10']:.1f}" in page.read_text()
