@@ -52,10 +52,8 @@ def beir(tmp_path_factory) -> Path:
 def cross_encoder(tiny_config, tiny_tokenizer, tmp_path_factory) -> Any:
     """Return a random cross-encoder whose logits spread over about 10 points."""
     path = tmp_path_factory.mktemp("mining") / "cross-encoder"
-    options = tiny_config.to_dict()
-    options["initializer_range"] = 0.5
-    options["id2label"] = {0: "relevant"}  # one output
-    options["label2id"] = {"relevant": 0}
+    one_output = {"id2label": {0: "relevant"}, "label2id": {"relevant": 0}}
+    options = {**tiny_config.to_dict(), "initializer_range": 0.5, **one_output}
     config = type(tiny_config)(**options)
     torch.manual_seed(0)
     BertForSequenceClassification(config).save_pretrained(path)
@@ -105,14 +103,13 @@ def test_rules_are_those_of_sentence_transformers(model, pairs, rules):
     their_rows = util.mine_hard_negatives(
         Dataset.from_list(records), model, output_format="labeled-list", verbose=False, **settings
     )
-    expected = {}
-    for row in their_rows:
-        _, *negatives = row["positive"]  # this column has the positive and then the negatives
-        expected[row["query"]] = negatives
+    # The column "positive" has the positive and then the negatives.
+    expected = {row["query"]: row["positive"][1:] for row in their_rows}
+    found = {}
     for query, rows in zip(mined.data.queries, mined.rows, strict=True):
-        # sentence-transformers leaves out queries with too few negatives.
-        if query.text in expected:
-            assert get_passages(mined.data, rows) == expected[query.text]
+        found[query.text] = get_passages(mined.data, rows)
+    # sentence-transformers leaves out queries with too few negatives.
+    assert {query: found[query] for query in expected} == expected
     assert len(expected) > 5
 
 
@@ -195,10 +192,9 @@ def test_margins_start_at_the_lowest_of_several_positives(model, pairs):
 
 @pytest.mark.parametrize("method", ["dense", "bm25"])
 def test_positives_outside_the_pool_are_scored_but_not_mined(model, pairs, tmp_path, method):
-    corpus = []
-    for number in range(7):
-        # These words are in some queries, so BM25 has candidates.
-        corpus.append({"_id": str(number), "text": f"the cat {sentences(1, number)[0]}"})
+    # These words are in some queries, so BM25 has candidates.
+    texts = [f"the cat {text}" for number in range(7) for text in sentences(1, number)]
+    corpus = [{"_id": str(number), "text": text} for number, text in enumerate(texts)]
     corpus_file = write_lines(tmp_path / "c.jsonl", corpus)
     mined = mine(model if method == "dense" else None, load_mining_data(pairs, corpus_file))
     assert 0 <= np.concatenate(mined.rows).max() <= 6
@@ -207,22 +203,14 @@ def test_positives_outside_the_pool_are_scored_but_not_mined(model, pairs, tmp_p
 
 def test_bm25_mines_only_passages_with_a_word_of_the_query():
     """Equal scores are in the order of rows."""
-    text_of_query = {
-        "colour": "blue sky",
-        "x": "green grass",
-        "lost": "grey sky",
-        "Blue sky!": "sky high",
-        "z": "a b",
-    }
-    records = [{"query": query, "positive": text} for query, text in text_of_query.items()]
-    mined = mine(None, records)
+    queries = ["colour", "x", "lost", "Blue sky!", "z"]
+    positives = ["blue sky", "green grass", "grey sky", "sky high", "a b"]
+    pairs = zip(queries, positives, strict=True)
+    mined = mine(None, [{"query": query, "positive": text} for query, text in pairs])
     assert list_rows(mined) == [[], [], [], [0, 2], []]
     assert mined.scores[3][0] > mined.scores[3][1]
     # No word of "colour" is in its positive.
     assert mined.positive_scores[0] == 0
-
-
-def test_bm25_without_a_word_is_refused():
     with pytest.raises(DataError, match="no passage has a word"):
         mine(None, [{"query": "a cat", "positive": "a b"}])
 
@@ -276,15 +264,6 @@ def test_the_default_margin_with_a_cross_encoder_is_3(model, cross_encoder, pair
     assert limited.settings["absolute_margin"] is None
 
 
-def copy_weights_and_gradients(model: torch.nn.Module) -> list[torch.Tensor]:
-    """Return copies of all weights and buffers, and of the gradients that are there."""
-    tensors = list(model.state_dict().values())
-    for parameter in model.parameters():
-        if parameter.grad is not None:
-            tensors.append(parameter.grad)
-    return copy.deepcopy(tensors)
-
-
 def test_mining_does_not_change_a_model_in_training(
     tiny_config, tiny_tokenizer, pairs, tmp_path, monkeypatch
 ):
@@ -295,7 +274,12 @@ def test_mining_does_not_change_a_model_in_training(
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
     live(live.preprocess(["the cat"]))["sentence_embedding"].sum().backward()
-    tensors_before = copy_weights_and_gradients(live)
+
+    def list_weights_and_gradients() -> list[torch.Tensor]:
+        gradients = [weight.grad for weight in live.parameters() if weight.grad is not None]
+        return [*live.state_dict().values(), *gradients]
+
+    tensors_before = copy.deepcopy(list_weights_and_gradients())
     torch_state = torch.get_rng_state()
     numpy_state = np.random.get_state()[1].tolist()
     first = mine(live, read_lines(pairs), sampling="random")
@@ -307,9 +291,8 @@ def test_mining_does_not_change_a_model_in_training(
     assert list(tmp_path.iterdir()) == []
     assert torch.equal(torch.get_rng_state(), torch_state)
     assert np.random.get_state()[1].tolist() == numpy_state
-    tensors_after = copy_weights_and_gradients(live)
-    assert len(tensors_before) == len(tensors_after)
-    assert all(map(torch.equal, tensors_before, tensors_after))
+    for before, after in zip(tensors_before, list_weights_and_gradients(), strict=True):
+        assert torch.equal(before, after)
 
 
 @pytest.fixture(scope="module")
@@ -327,16 +310,6 @@ def mined(model, cross_encoder, pairs, beir) -> dict[str, MinedNegatives]:
     }
 
 
-def list_training_rows(mined: MinedNegatives) -> list[tuple[str, str, set[str]]]:
-    """Return the query, first positive and negatives of each row that training should read."""
-    rows = []
-    for query, mined_rows in zip(mined.data.queries, mined.rows, strict=True):
-        negatives = set(get_passages(mined.data, mined_rows))
-        for positives, _ in query.records:
-            rows.append((query.text, mined.data.documents[positives[0]].passage, negatives))
-    return rows
-
-
 @pytest.mark.parametrize("source", ["pairs", "beir", "scored pairs"])
 def test_written_negatives_are_read_back_as_training_data(mined, cross_encoder, tmp_path, source):
     has_scores = source == "scored pairs"
@@ -346,6 +319,12 @@ def test_written_negatives_are_read_back_as_training_data(mined, cross_encoder, 
     training = load_training_data(
         path, num_hard_negatives=2, positives="first", teacher_scores=has_scores
     ).dataset
+    expected = []
+    for query, mined_rows in zip(mined[source].data.queries, mined[source].rows, strict=True):
+        negatives = set(get_passages(mined[source].data, mined_rows))
+        for positives, _ in query.records:
+            [positive, *_] = get_passages(mined[source].data, positives)
+            expected.append((query.text, positive, negatives))
     rows = []
     for row in training:
         negatives = [row["negative_1"], row["negative_2"]]
@@ -355,7 +334,7 @@ def test_written_negatives_are_read_back_as_training_data(mined, cross_encoder, 
             # Four columns of texts: query, positive and two negatives.
             scores = decode(torch.tensor([row["label"]]), 4).teacher_scores
             assert scores[0].tolist() == pytest.approx(logits, abs=1e-4)
-    assert rows == list_training_rows(mined[source])
+    assert rows == expected
 
 
 def test_queries_with_too_few_negatives_are_counted(model, tmp_path):
@@ -471,9 +450,7 @@ def test_a_separate_corpus_is_the_whole_pool(tmp_path, positive):
 
 
 def test_the_columns_of_a_separate_corpus_may_have_other_names(tmp_path):
-    corpus = write_lines(
-        tmp_path / "chunks.jsonl", [{"chunk": 7, "content": "Nothing of the kind"}]
-    )
+    corpus = write_lines(tmp_path / "chunks.jsonl", [{"chunk": 7, "content": "Nothing like it"}])
     columns = {"id": "chunk", "text": "content"}
     pairs = [{"query": "q", "positive": "It is blue."}]
     data = load_mining_data(pairs, corpus, corpus_columns=columns)
@@ -506,7 +483,10 @@ def test_data_without_positives_or_passages_are_refused(tmp_path, judgement, doc
 
 
 def test_a_bad_record_is_named_or_left_out(tmp_path):
-    path = write_lines(tmp_path / "p.jsonl", [{"query": "q", "positive": "p"}, {"query": "r"}])
+    records = [{"query": "q", "positive": "p"}, {"query": "r"}]
+    with pytest.raises(DataError, match=r"records:1: missing positive"):
+        load_mining_data(records)
+    path = write_lines(tmp_path / "p.jsonl", records)
     with pytest.raises(DataError, match=r"p\.jsonl:2: missing positive"):
         load_mining_data(path)
     assert "1 left out" in load_mining_data(path, on_bad_record="skip").record["records"]

@@ -97,7 +97,6 @@ def _parse_arguments(argv: Sequence[str]) -> argparse.Namespace:
         "encode",
         "Encode a corpus of any size into a memory-mapped store of embeddings.",
         "corpus_columns",
-        "passage_max_length",
         *ENCODING_OPTIONS,
         usage="contaccum encode MODEL --corpus PATH --output FOLDER [OPTIONS]",
     )

@@ -143,7 +143,7 @@ def _parse_arguments(argv: Sequence[str]) -> argparse.Namespace:
     parser = Parser(
         "evaluate",
         "Score a model or a run on BEIR data with FAISS.",
-        *("index", "index_parameters", "similarity", "passage_max_length"),
+        *("index", "index_parameters", "similarity", "query_max_length"),
         *ENCODING_OPTIONS,
         usage="contaccum evaluate (MODEL | --run RUN) --data SET ... [OPTIONS]",
     )

@@ -78,7 +78,7 @@ def _parse_arguments(argv: Sequence[str]) -> argparse.Namespace:
         "known to be relevant.",
         "corpus_columns",
         "similarity",
-        "passage_max_length",
+        "query_max_length",
         *ENCODING_OPTIONS,
         usage="contaccum mine [MODEL] --data DATA --output PATH [OPTIONS]",
     )

@@ -174,13 +174,13 @@ SHARED_OPTIONS: dict[str, dict[str, Any]] = {
 ENCODING_OPTIONS = (
     "batch_size",
     "precision",
-    "query_max_length",
+    "passage_max_length",
     "on_bad_record",
     "device",
     "no_progress",
     "trust_remote_code",
 )
-"""Shared options of every command that encodes texts."""
+"""Shared options of every command that encodes passages, or searches encoded ones."""
 
 
 def load_model(name: str, args: argparse.Namespace) -> DualEncoder:

@@ -191,8 +191,7 @@ def _parse_arguments(argv: Sequence[str]) -> argparse.Namespace:
         "index",
         "index_parameters",
         "similarity",
-        # Queries do not depend on this length. It must be that of the documents in the store.
-        "passage_max_length",
+        "query_max_length",
         *ENCODING_OPTIONS,
         usage="contaccum search MODEL --store FOLDER [QUESTION ... | --queries PATH] [OPTIONS]",
     )

@@ -7,9 +7,7 @@ import pytest
 from small_data import read_lines, write_beir_to_mine, write_pairs_to_mine
 
 from contaccum.cli import main
-from contaccum.errors import DataError
 from contaccum.files import package_versions
-from contaccum.mining import load_mining_data
 
 
 @pytest.fixture
@@ -68,9 +66,3 @@ def test_wrong_arguments_are_refused_in_one_line(
     assert error.startswith("contaccum: error: ")
     assert message in error
     assert [path.name for path in tmp_path.iterdir()] == [pairs.name]
-
-
-def test_a_bad_record_in_memory_is_named():
-    records = [{"query": "q", "positive": "p"}, {"anchor": "a", "positive": "b"}]
-    with pytest.raises(DataError, match="records:1: missing query"):
-        load_mining_data(records)

@@ -52,47 +52,35 @@ def passage(title: str | None, text: str) -> dict[str, Any]:
 
 def dpr_records() -> list[dict[str, Any]]:
     """Return RECORDS as the objects of a DPR file."""
-    dpr = []
-    for record, title, text in zip(RECORDS, TITLES, TEXTS, strict=True):
-        dpr.append(
-            {
-                "question": record.query,
-                "answers": ["an answer"],
-                "positive_ctxs": [passage(title, text)],
-                "negative_ctxs": [passage("", "random")],
-                "hard_negative_ctxs": [passage("", negative) for negative in record.negatives],
-            }
-        )
-    return dpr
+    return [
+        {
+            "question": record.query,
+            "answers": ["an answer"],
+            "positive_ctxs": [passage(title, text)],
+            "negative_ctxs": [passage("", "random")],
+            "hard_negative_ctxs": [passage("", negative) for negative in record.negatives],
+        }
+        for record, title, text in zip(RECORDS, TITLES, TEXTS, strict=True)
+    ]
 
 
 def tevatron_records() -> list[dict[str, Any]]:
     """Return RECORDS as the objects of a Tevatron file."""
-    tevatron = []
-    for record in dpr_records():
-        tevatron.append(
-            {
-                "query": record["question"],
-                "positive_passages": record["positive_ctxs"],
-                "negative_passages": record["hard_negative_ctxs"],
-            }
-        )
-    return tevatron
+    names = {
+        "query": "question",
+        "positive_passages": "positive_ctxs",
+        "negative_passages": "hard_negative_ctxs",
+    }
+    return [{name: record[names[name]] for name in names} for record in dpr_records()]
 
 
 def rows() -> list[dict[str, Any]]:
     """Return RECORDS as the rows of a table."""
     table = []
     for record, title, text in zip(RECORDS, TITLES, TEXTS, strict=True):
-        table.append(
-            {
-                "query": record.query,
-                "title": title,
-                "positive": text,
-                "negative_1": record.negatives[0],
-                "negative_2": record.negatives[1],
-            }
-        )
+        row = {"query": record.query, "title": title, "positive": text}
+        row["negative_1"], row["negative_2"] = record.negatives
+        table.append(row)
     return table
 
 
@@ -125,14 +113,10 @@ def put_saved(path: Path, records: list[dict[str, Any]] | None = None) -> Path:
 
 def put_beir(folder: Path) -> Path:
     """Write RECORDS as a BEIR folder, without the negatives, for which BEIR has no place."""
-    documents = {}
-    queries = {}
-    qrels = []
-    for i, record in enumerate(RECORDS):
-        documents[f"d{i}"] = (TITLES[i] or "", TEXTS[i])
-        queries[f"q{i}"] = record.query
-        qrels.append((f"q{i}", f"d{i}", 1))
-    return write_beir(folder, documents, queries, qrels)
+    pairs = enumerate(zip(TITLES, TEXTS, strict=True))
+    documents = {f"d{i}": (title or "", text) for i, (title, text) in pairs}
+    queries = {f"q{i}": record.query for i, record in enumerate(RECORDS)}
+    return write_beir(folder, documents, queries, [(f"q{i}", f"d{i}", 1) for i in range(3)])
 
 
 # {format: function that writes RECORDS into a folder and returns the source}

@@ -1,6 +1,5 @@
 """BEIR data: bad records are named, contents equal BEIR's own, downloads are complete or absent."""
 
-import gzip
 import hashlib
 import io
 import json
@@ -12,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from data_files import put
 
 from contaccum.data import (
     PUBLIC_NAMES,
@@ -50,27 +50,18 @@ LINES_OF_PART = {"corpus": CORPUS, "queries": QUERIES, "qrels": QRELS}
 
 
 def write_folder(
-    folder: Path,
-    corpus: list[str] = CORPUS,
-    queries: list[str] = QUERIES,
-    qrels: list[str] = QRELS,
-    split: str = "test",
-    is_packed: bool = False,
-    line_end: str = "\n",
-    byte_order_mark: str = "",
+    folder: Path, split: str = "test", is_packed: bool = False, **lines_of_part: list[str]
 ) -> Path:
-    """Write the lines of each file of a BEIR folder."""
-    (folder / "qrels").mkdir(parents=True, exist_ok=True)
-    for name, lines in (
-        ("corpus.jsonl", corpus),
-        ("queries.jsonl", queries),
-        (f"qrels/{split}.tsv", qrels),
-    ):
-        content = (byte_order_mark + line_end.join(lines) + line_end).encode()
+    """Write a BEIR folder with the lines of each part, or with the usual ones.
+
+    A packed one has all that may differ between equal folders.
+    """
+    for part, lines in {**LINES_OF_PART, **lines_of_part}.items():
+        name = FILE_OF_PART[part].replace("test", split)
         if is_packed:
-            (folder / f"{name}.gz").write_bytes(gzip.compress(content))
+            put(folder / f"{name}.gz", "\ufeff" + "\r\n".join(lines) + "\r\n")
         else:
-            (folder / name).write_bytes(content)
+            put(folder / name, "\n".join(lines) + "\n")
     return folder
 
 
@@ -86,33 +77,23 @@ def test_a_document_may_have_a_null_text_and_a_query_may_not(tmp_path):
 
 def test_contents_equal_those_of_the_files(tmp_path):
     data = load_beir_folder(write_folder(tmp_path / "tiny"))
-    assert data.name == "tiny"
-    assert data.split == "test"
-    assert data.path == tmp_path / "tiny"
+    assert (data.name, data.split, data.path) == ("tiny", "test", tmp_path / "tiny")
     assert data.corpus == {
         "d1": {"title": "One", "text": "first text"},
         "d2": {"title": "", "text": "second text"},
         "3": {"title": "", "text": "third text"},
     }
-    assert data.queries == {"q2": "second query", "q1": "first query"}
-    assert list(data.queries) == ["q2", "q1"]
+    assert list(data.queries.items()) == [("q2", "second query"), ("q1", "first query")]
     assert list(data.qrels) == ["q2", "q1"]
     assert data.qrels == {"q2": {"d1": 1}, "q1": {"d2": 2, "3": 0}}
-    assert data.report.seen == 9
-    assert data.report.reported == 0
-
-
-def test_judgements_need_no_header(tmp_path):
-    with_header = load_beir_folder(write_folder(tmp_path / "tiny"))
+    assert (data.report.seen, data.report.reported) == (9, 0)
     without_header = load_beir_folder(write_folder(tmp_path / "headless", qrels=QRELS[1:]))
-    assert without_header.qrels == with_header.qrels
+    assert without_header.qrels == data.qrels
 
 
 def test_the_fingerprint_ignores_packing_and_sees_every_content(tmp_path):
     plain = load_beir_folder(write_folder(tmp_path / "plain"))
-    packed_folder = write_folder(
-        tmp_path / "packed", is_packed=True, line_end="\r\n", byte_order_mark="\ufeff"
-    )
+    packed_folder = write_folder(tmp_path / "packed", is_packed=True)
     assert load_beir_folder(packed_folder).fingerprint == plain.fingerprint
     assert len(plain.fingerprint) == 64
     changes = {
@@ -146,28 +127,22 @@ def test_every_bad_record_names_its_file_line_and_reason(tmp_path, part, bad_lin
         load_beir_folder(folder)
     error = str(caught.value)
     assert error.startswith(f"{location}: {reason}")
-    assert "\n" not in error
-    assert "--on_bad_record skip" in error
+    assert error.endswith("leave such records out with --on_bad_record skip)")
     report = RecordReport("skip")
     data = load_beir_folder(folder, report=report)
-    assert data.report is report
-    assert report.first == location
-    assert report.seen == 10
-    assert report.reported == 1
+    assert (data.report, report.first, report.seen) == (report, location, 10)
     assert report.by_reason == {reason: 1}
     assert data.fingerprint == load_beir_folder(write_folder(tmp_path / "clean")).fingerprint
 
 
-def write_judgements_outside_the_corpus(folder: Path, *more_qrels: str, **options: str) -> Path:
-    """Write a folder whose corpus lacks a positive of q1 and the only positive of q2."""
-    qrels = [*QRELS[:1], "q1\td2\t1", "q1\td9\t2", "q1\td8\t0", "q2\td7\t1", *more_qrels]
-    return write_folder(folder, qrels=qrels, **options)
+# The corpus lacks a positive of q1 and the only positive of q2.
+OUTSIDE = [*QRELS[:1], "q1\td2\t1", "q1\td9\t2", "q1\td8\t0", "q2\td7\t1"]
 
 
 def test_judged_documents_outside_the_corpus_count_as_not_found(tmp_path, caplog):
     import pytrec_eval
 
-    folder = write_judgements_outside_the_corpus(tmp_path / "partly")
+    folder = write_folder(tmp_path / "partly", qrels=OUTSIDE)
     data = load_beir_folder(folder)
     load_beir_folder(folder)
     (warning,) = caplog.messages
@@ -186,7 +161,7 @@ def test_judged_documents_outside_the_corpus_count_as_not_found(tmp_path, caplog
 
 
 def test_pairs_whose_document_is_outside_the_corpus_are_not_trained_on(tmp_path, caplog):
-    folder = write_judgements_outside_the_corpus(tmp_path / "partly", split="train")
+    folder = write_folder(tmp_path / "partly", "train", qrels=OUTSIDE)
     data = load_training_data(folder)
     assert [row["positive"] for row in data.dataset] == ["second text"]
     assert data.report.by_reason == {"relevant document outside the corpus": 2}
@@ -195,7 +170,7 @@ def test_pairs_whose_document_is_outside_the_corpus_are_not_trained_on(tmp_path,
 
 
 def test_a_part_of_a_set_keeps_judgements_outside_the_corpus(tmp_path):
-    folder = write_judgements_outside_the_corpus(tmp_path / "partly", "q9\td1\t1")
+    folder = write_folder(tmp_path / "partly", qrels=[*OUTSIDE, "q9\td1\t1"])
     data = load_beir_folder(folder, report=RecordReport("skip"))
     write_part(data, {"d2"}, tmp_path / "pool")
     assert load_beir_folder(tmp_path / "pool").qrels == data.qrels
@@ -209,7 +184,7 @@ def test_judgements_of_another_corpus_are_refused(tmp_path):
 def test_empty_documents_are_evaluated_but_not_trained_on(tmp_path):
     corpus = [*CORPUS, '{"_id": "d9", "title": " ", "text": ""}']
     qrels = [QRELS[0], "q1\td1\t1", "q1\td9\t1"]
-    folder = write_folder(tmp_path, corpus, qrels=qrels)
+    folder = write_folder(tmp_path, corpus=corpus, qrels=qrels)
     assert load_beir_folder(folder).corpus["d9"] == {"title": " ", "text": ""}
     data = load_training_data(folder, split="test")
     assert len(data.dataset) == 1
@@ -233,15 +208,11 @@ def test_a_file_with_bad_records_only_is_named(tmp_path):
 
 def test_shipped_scifact_is_the_published_one(tmp_path):
     test = load_beir_folder(shipped_scifact(), "test")
-    assert len(test.corpus) == 5183
-    assert len(test.queries) == 300
-    assert sum(len(judgements) for judgements in test.qrels.values()) == 339
-    assert test.report.reported == 0
-    assert test.name == "scifact"
+    num_judgements = sum(len(judgements) for judgements in test.qrels.values())
+    assert (len(test.corpus), len(test.queries), num_judgements) == (5183, 300, 339)
     train = load_training_data(shipped_scifact())
-    assert train.data_format == "beir"
     assert len(train.dataset) == 919
-    assert train.report.reported == 0
+    assert test.report.reported == train.report.reported == 0
     # There are 809 judged claims. Two of them occur under two ids each.
     assert len({row["query"] for row in train.dataset}) == 807
 
@@ -312,29 +283,6 @@ def test_a_folder_with_the_name_of_a_public_set_is_used_as_it_is(tmp_path, serve
         load_data("nfcorpus", "dev")
 
 
-def test_two_processes_may_fetch_the_same_set_at_once(tmp_path, server, monkeypatch):
-    """The first process to finish stores the folder; the other one uses it.
-
-    Later, the first one may be reading in the folder, so it must not be replaced.
-    """
-    accept_checksum(monkeypatch, server["content"])
-    fetch = urllib.request.urlopen
-    inodes: list[int] = []
-
-    def fetch_after_another_process(url: str, timeout: float) -> Any:
-        monkeypatch.setattr("urllib.request.urlopen", fetch)
-        # This takes the place of another process, which starts later and finishes earlier.
-        folder = resolve_beir_data("fiqa")
-        inodes.append(folder.stat().st_ino)
-        return fetch(url, timeout=timeout)
-
-    monkeypatch.setattr("urllib.request.urlopen", fetch_after_another_process)
-    folder = resolve_beir_data("fiqa")
-    assert inodes == [folder.stat().st_ino]
-    assert list_names(folder) == ["corpus.jsonl", "qrels", "queries.jsonl"]
-    assert list_names(folder.parent) == ["fiqa"]
-
-
 @pytest.mark.parametrize("content", [urllib.error.URLError("no\nroute"), b"half a zip"])
 def test_a_failed_download_is_one_line_and_leaves_nothing_behind(tmp_path, server, content):
     server["content"] = content
@@ -354,13 +302,9 @@ def test_an_archive_never_writes_outside_its_folder(tmp_path, server, monkeypatc
     assert not Path("/outside").exists()
 
 
-def test_there_are_fifteen_public_sets():
-    assert len(PUBLIC_NAMES) == 15
-
-
 def test_the_default_split_is_test_except_for_msmarco():
-    assert get_default_split("msmarco") == "dev"
-    assert get_default_split("/data/msmarco/") == "dev"
+    assert len(PUBLIC_NAMES) == 15
+    assert get_default_split("/data/msmarco/") == get_default_split("msmarco") == "dev"
     assert get_default_split("nq") == "test"
 
 
@@ -386,27 +330,20 @@ def test_importing_the_readers_is_cheap():
     assert slow_imports.isdisjoint(json.loads(done.stdout))
 
 
-def parse_judgements() -> list[dict[str, str]]:
-    """Return the judgements as rows of the set on the hub, with the grade as text."""
-    judgements = []
-    for line in QRELS[1:]:
-        query_id, document_id, grade = line.split("\t")
-        judgements.append({"query-id": query_id, "corpus-id": document_id, "score": grade})
-    return judgements
-
-
 def replace_hub_sets(monkeypatch, configurations: list[str]) -> list[tuple[str, ...]]:
     """Let `datasets` load the made-up set; return a list of what it is asked for."""
     texts = {part: list(map(json.loads, LINES_OF_PART[part])) for part in ("corpus", "queries")}
+    judgements = []
+    for line in QRELS[1:]:
+        query_id, document_id, grade = line.split("\t")
+        # Some sets on the hub have grades as floats.
+        row = {"query-id": query_id, "corpus-id": document_id, "score": float(grade)}
+        judgements.append(row)
     requested = []
 
     def load_dataset(*arguments: str, split: str | None = None) -> Any:
         requested.append(arguments)
-        if split is None:
-            _, part = arguments
-            return {"corpus": texts[part]}
-        # Some sets on the hub have grades as floats.
-        return [{**row, "score": float(row["score"])} for row in parse_judgements()]
+        return judgements if split is not None else {"corpus": texts[arguments[1]]}
 
     monkeypatch.setattr("datasets.load_dataset", load_dataset)
     monkeypatch.setattr("datasets.get_dataset_config_names", lambda name: configurations)
@@ -425,16 +362,16 @@ def test_sets_of_the_hub_become_beir_folders(
 ):
     requested = replace_hub_sets(monkeypatch, configurations)
     server["hub"][name] = None
-    folder = resolve_beir_data(name, get_default_split(name))
+    folder = resolve_beir_data(name)
     data = load_beir_folder(folder)
     assert data.fingerprint == load_beir_folder(write_folder(tmp_path / "same")).fingerprint
     assert data.name == "fiqa"
     assert requested[0] == first_request
-    # The set is not loaded again.
-    monkeypatch.setattr("datasets.load_dataset", None)
+    requested.clear()
     assert resolve_beir_data(name) == folder
+    assert requested == []
     with pytest.raises(DataError, match="on the hub, it cannot be loaded either"):
-        resolve_beir_data(f"{name}2", get_default_split(f"{name}2"))
+        resolve_beir_data(f"{name}2")
 
 
 def test_a_file_of_llama_index_is_read_wherever_a_beir_folder_is(tmp_path):
@@ -445,12 +382,11 @@ def test_a_file_of_llama_index_is_read_wherever_a_beir_folder_is(tmp_path):
         "relevant_docs": {f"q{n}": [f"d{n}"] for n in numbers},
         "mode": "text",
     }
-    file = tmp_path / "val.json"
-    file.write_text(json.dumps(content, indent=4))
+    file = put(tmp_path / "val.json", json.dumps(content, indent=4))
     data = load_data(file)
+    assert data.queries == content["queries"]
     assert data.qrels["q3"] == {"d3": 1}
     assert data.corpus["d1"] == {"title": "", "text": "thing 7919 is number 1"}
-    assert data.queries["q0"] == "what is thing 0"
     split = split_data(RecordSource(file), tmp_path / "split")
     assert split.train + split.dev + split.test == 20
     assert len(load_training_data(file).dataset) == 20

@@ -9,23 +9,13 @@ import random
 import tarfile
 import tempfile
 import zipfile
-from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import hypothesis
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
-from data_files import (
-    delimited,
-    dpr_records,
-    lines,
-    put,
-    put_beir,
-    rows,
-    tevatron_records,
-)
+from data_files import delimited, dpr_records, lines, put, put_beir, rows, tevatron_records
 from hypothesis import strategies as st
 
 from contaccum.data import (
@@ -46,173 +36,90 @@ MANY = b"".join(
     FIRST.replace(b"first", NOISE.randbytes(12).hex().encode()) + b"\n" for _ in range(50)
 )
 
-# A case has four parts:
-# - a function that writes its files and returns the source;
-# - a pattern of the expected error under "stop"; None: no record is bad;
-# - the numbers of rows and reported records under "skip" (-1 rows: at least one); None: an error;
-# - settings of load_training_data.
-Case = tuple[Callable[[Path], Path], str | None, tuple[int, int] | None, dict[str, Any]]
-CASES: dict[str, Case] = {}
-
-
-def case(
-    name: str, make: Any, stop: str | None, skip: tuple[int, int] | None, **settings: Any
-) -> None:
-    assert name not in CASES
-    CASES[name] = make, stop, skip, settings
-
-
-def file(name: str, content: str | bytes) -> Callable[[Path], Path]:
-    return lambda folder: put(folder / name, content)
-
-
-def unpacked(name: str, content: bytes) -> Callable[[Path], Path]:
-    """Write the bytes uncompressed, even if the name ends in .gz."""
-    return lambda folder: put(folder / "bytes", content).rename(folder / name)
-
-
-def jsonl(
-    name: str, bad: str | bytes, reason: str, skip: tuple[int, int] = (3, 1), **settings: Any
-) -> None:
-    """Add a case with a bad second line among three good records."""
-    line = bad.encode() if isinstance(bad, str) else bad
-    content = FIRST + b"\n" + line + b"\n" + REST
-    case(name, file("a.jsonl", content), rf"a\.jsonl:2: {reason}", skip, **settings)
-
-
-def judged(qrels: str) -> Callable[[Path], Path]:
-    """Write a BEIR folder with other judgements."""
-
-    def make(folder: Path) -> Path:
-        beir_folder = put_beir(folder / "f")
-        put(beir_folder / "qrels" / "train.tsv", qrels)
-        return beir_folder
-
-    return make
-
-
-# Missing files, and files without data
-case("missing file", lambda folder: folder / "none.jsonl", r"none\.jsonl: no such file", None)
-case(
-    "directory without data",
-    lambda folder: folder,
-    r": a folder without any of corpus\.jsonl",
-    None,
-)
-case("empty file", file("a.jsonl.gz", b""), r"a\.jsonl\.gz: is empty", None)
-case("empty array", file("dpr.json", b"[]"), r"dpr\.json: no records left to use; 0 records", None)
-
-NO_ROWS = {"query": [], "positive": []}
-
-
-def parquet_without_rows(folder: Path) -> Path:
-    pq.write_table(pa.table(NO_ROWS), folder / "a.parquet")
-    return folder / "a.parquet"
-
-
-case("parquet without rows", parquet_without_rows, r"a\.parquet: no records left to use", None)
-
-# Compression and characters
+# A bad second line among three good records, and the reason that is given.
+LATIN_1_LINE = '{"query": "Käse", "positive": "p"}'.encode("latin-1")
+BAD_LINES = [
+    (LATIN_1_LINE, "not UTF-8 text"),
+    (b'{"query": "q", "positive": "\\ud800"}', "not UTF-8 text: positive "),
+    (b'{"query": "%s\xe4"}' % ("ä" * 30).encode(), "not UTF-8 text: 'ä{20}\ufffd"),
+    (b'{"query": "q"', "broken JSON"),
+    (b'{"query": " ", "positive": "p"}', "empty query"),
+    (b'{"query": "q", "text": "another field than in the record before"}', "missing positive"),
+    (b'{"query": "q", "positive": "p", "title": 3}', "title is not text"),
+]
+NO_POSITIVE = lines([*tevatron_records(), {**tevatron_records()[0], "positive_passages": []}])
+LATIN_1_TABLE = CSV.encode() + b"K\xe4se,,b,c,d\n"
 HALF = gzip.compress(MANY, mtime=0)
-case(
-    "truncated gz",
-    unpacked("a.jsonl.gz", HALF[: len(HALF) // 2]),
-    r"gz:\d+: the file breaks off",
-    (-1, 1),
-)
-case("not gz but named so", unpacked("a.jsonl.gz", JSONL), None, (3, 0))
-jsonl("latin-1 bytes", '{"query": "Käse", "positive": "p"}'.encode("latin-1"), "not UTF-8 text")
-jsonl(
-    "half a surrogate pair",
-    '{"query": "q", "positive": "\\ud800"}',
-    "not UTF-8 text: positive ",
-)
-case(
-    "latin-1 csv",
-    file("a.csv", CSV.encode() + b"K\xe4se,,b,c,d\n"),
-    r"a\.csv:5: not UTF-8 text",
-    (3, 1),
-)
-case(
-    "latin-1 header of unknown columns",
-    file("a.csv", "gefäß,antwort\nq,p\n".encode("latin-1")),
-    r"a\.csv: neither JSON nor a table in UTF-8",
-    None,
-)
-case(
-    "header of unknown columns with characters of two bytes",
-    file("a.csv", "frage,übergrößenträger,antwörter\nq,p,r\n"),
-    r"it starts with 'frage,übergrößenträger,antwörter'",
-    None,
-)
-jsonl(
-    "a bad byte after characters of two bytes",
-    b'{"query": "%s\xe4"}' % ("ä" * 30).encode(),
-    "not UTF-8 text: 'ä{20}�",
-)
-case(
-    "latin-1 array",
-    file("dpr.json", '[{"query": "Käse", "positive": "p"}]'.encode("latin-1")),
-    r"dpr\.json:1: broken JSON.*UTF8",
-    None,
-)
-for encoding in ("utf-16", "utf-16-le", "utf-32"):
-    case(f"csv in {encoding}", file("a.csv.gz", CSV.encode(encoding)), "is not text in UTF-8", None)
-case("gzip twice", file("a.jsonl.gz", gzip.compress(JSONL)), "is not text in UTF-8", None)
-case("xz file", file("a.jsonl", lzma.compress(JSONL)), "is not text in UTF-8", None)
-case("pickle", file("a.jsonl", pickle.dumps({"query": "q"})), "is not text in UTF-8", None)
-case("bzip2 file", file("a.jsonl", bz2.compress(JSONL)), "is not text in UTF-8", None)
+HALF = HALF[: len(HALF) // 2]
+NO_TABLE = r"a\.csv: neither JSON nor a table in UTF-8"
+NO_TEXT = "is not text in UTF-8"
 
-# JSON
-jsonl("broken JSON", '{"query": "q"', "broken JSON")
-case("array cut short", file("dpr.json", DPR[:-90]), r"dpr\.json:3: broken JSON", None)
+# The name and the content of a file; a pattern of the error under "stop", or None if no record is
+# bad; and the numbers of rows and reported records under "skip" (-1 rows: at least one), or None
+# for an error.
+CASES: list[tuple[str, bytes, str | None, tuple[int, int] | None]] = [
+    ("a.jsonl.gz", gzip.compress(b""), r"a\.jsonl\.gz: is empty", None),
+    ("dpr.json", b"[]", r"dpr\.json: no records left to use; 0 records", None),
+    ("a.jsonl.gz", HALF, r"gz:\d+: the file breaks off", (-1, 1)),
+    ("a.jsonl.gz", JSONL, None, (3, 0)),  # not compressed
+    ("a.jsonl", b'{"q": "x", "p": "y"}\n', r":1: missing query: .*'q, p'.*--data_columns", None),
+    ("a.jsonl", NO_POSITIVE.encode(), r"a\.jsonl:4: empty positive_passages", (3, 1)),
+    ("dpr.json", DPR[:-90].encode(), r"dpr\.json:3: broken JSON", None),
+    ("dpr.json", b"[" + LATIN_1_LINE + b"]", r"dpr\.json:1: broken JSON.*UTF8", None),
+    ("a.csv", LATIN_1_TABLE, r"a\.csv:5: not UTF-8 text", (3, 1)),
+    ("a.csv", "gefäß,antwort\nq,p\n".encode("latin-1"), NO_TABLE, None),
+    ("a.csv", b"frage,antwort\nq,p\n", rf"{NO_TABLE} .*--data_columns", None),
+    ("a.csv", "übergröße,antwörter\nq,p\n".encode(), "it starts with 'übergröße,antwörter'", None),
+    ("a.csv", (CSV + "q,,one, two,,\n").encode(), ":5: wrong number of columns: found 6", (3, 1)),
+    ("a.csv", b'query,positive\nq,"open\nr,p\n', r":2: broken quoting", None),
+    *(("a.csv.gz", gzip.compress(CSV.encode(f"utf-{end}")), NO_TEXT, None) for end in ("16", "32")),
+    ("a.csv.gz", gzip.compress(CSV.encode("utf-16-le")), NO_TEXT, None),
+    ("a.jsonl.gz", gzip.compress(gzip.compress(JSONL)), NO_TEXT, None),
+    ("a.jsonl", lzma.compress(JSONL), NO_TEXT, None),
+    ("a.jsonl", bz2.compress(JSONL), NO_TEXT, None),
+    ("a.jsonl", pickle.dumps({"query": "q"}), NO_TEXT, None),
+]
+for bad_line, reason in BAD_LINES:
+    content = FIRST + b"\n" + bad_line + b"\n" + REST
+    CASES.append(("a.jsonl", content, rf"a\.jsonl:2: {reason}", (3, 1)))
 
-# Missing and empty fields
-jsonl("empty query", '{"query": " ", "positive": "p"}', "empty query")
-jsonl(
-    "no positive",
-    '{"query": "q", "text": "another field than in the record before"}',
-    "missing positive",
-)
-jsonl("number for a title", '{"query": "q", "positive": "p", "title": 3}', "title is not text")
-case(
-    "unknown fields",
-    file("a.jsonl", '{"q": "x", "p": "y"}\n'),
-    r":1: missing query: .*'q, p'.*--data_columns",
-    None,
-)
-bad = lines([*tevatron_records(), {**tevatron_records()[0], "positive_passages": []}])
-case(
-    "no positives in tevatron", file("a.jsonl", bad), r"a\.jsonl:4: empty positive_passages", (3, 1)
-)
 
-# Tables
-case(
-    "csv row too long",
-    file("a.csv", CSV + "q,,one, two,,\n"),
-    r":5: wrong number of columns: found 6 where",
-    (3, 1),
-)
-case(
-    "csv quote left open",
-    file("a.csv", 'query,positive\nq,"open\nr,p\n'),
-    r":2: broken quoting",
-    None,
-)
-case(
-    "csv of unknown columns",
-    file("a.csv", "frage,antwort\nq,p\n"),
-    r"a\.csv: neither JSON nor a table .*--data_columns",
-    None,
-)
-# Folders whose files refer to each other by ids
-case("beir, score", judged("q0\td0\t1\nq1\td1\t-1\n"), None, (1, 0))
-case(
-    "beir, no match",
-    judged("q0\td0\t0\n"),
-    r"f: no training pairs left to use",
-    None,
-)
+@pytest.mark.parametrize(("name", "content", "stop", "skip"), CASES)
+def test_a_bad_record_is_named_or_counted(tmp_path, name, content, stop, skip):
+    """Under "stop", one line names file, line and reason; under "skip", good records are used."""
+    source = tmp_path / name
+    source.write_bytes(content)
+    check_training(source, stop, skip)
+
+
+def check_training(source: Path, stop: str | None, skip: tuple[int, int] | None) -> None:
+    if stop is not None:
+        with pytest.raises(DataError, match=stop) as caught:
+            load_training_data(source)
+        message = str(caught.value)
+        assert message.isprintable() and message.startswith(str(source))
+        assert len(message) < 800 + 2 * len(str(source))
+    if skip is None:
+        with pytest.raises(DataError):
+            load_training_data(source, on_bad_record="skip")
+        return
+    data = load_training_data(source, on_bad_record="stop" if stop is None else "skip")
+    rows, reported = skip
+    assert rows < 0 < len(data.dataset) or len(data.dataset) == rows
+    assert data.report.reported == reported == sum(data.report.by_reason.values())
+
+
+def test_what_holds_no_data_is_named(tmp_path):
+    check_training(tmp_path / "none.jsonl", r"none\.jsonl: no such file", None)
+    check_training(tmp_path, r": a folder without any of corpus\.jsonl", None)
+    empty = tmp_path / "a.parquet"
+    pq.write_table(pa.table({"query": [], "positive": []}), empty)
+    check_training(empty, r"a\.parquet: no records left to use", None)
+    folder = put_beir(tmp_path / "f")
+    put(folder / "qrels" / "train.tsv", "q0\td0\t1\nq1\td1\t-1\n")
+    check_training(folder, None, (1, 0))
+    put(folder / "qrels" / "train.tsv", "q0\td0\t0\n")
+    check_training(folder, r"f: no training pairs left to use", None)
 
 
 @pytest.mark.parametrize("mode", ["x", "w:gz"])
@@ -229,36 +136,11 @@ def test_an_archive_is_no_text(tmp_path, mode):
             read(archive)
 
 
-def test_no_advice_to_skip_every_text_with_an_accent(tmp_path):
-    for name in ("latin-1 bytes", "latin-1 csv"):
-        make, _, _, _ = CASES[name]
-        with pytest.raises(DataError, match="iconv") as caught:
-            load_training_data(make(tmp_path))
-        assert "--on_bad_record" not in str(caught.value)
-
-
-@pytest.mark.parametrize("name", CASES)
-def test_a_bad_record_is_named_or_counted(tmp_path, name):
-    """Under "stop", one line names file, line and reason; under "skip", good records are used."""
-    make, stop, skip, settings = CASES[name]
-    source = make(tmp_path)
-    if stop is not None:
-        with pytest.raises(DataError, match=stop) as caught:
-            load_training_data(source, **settings)
-        message = str(caught.value)
-        assert (
-            message.isprintable()
-            and len(message) < 800 + 2 * len(str(source))
-            and message.startswith(str(source))
-        )
-    if skip is None:
-        with pytest.raises(DataError):
-            load_training_data(source, on_bad_record="skip", **settings)
-        return
-    data = load_training_data(source, on_bad_record="stop" if stop is None else "skip", **settings)
-    rows, reported = skip
-    assert rows < 0 < len(data.dataset) or len(data.dataset) == rows
-    assert data.report.reported == reported == sum(data.report.by_reason.values())
+@pytest.mark.parametrize("content", [LATIN_1_LINE, LATIN_1_TABLE])
+def test_no_advice_to_skip_every_text_with_an_accent(tmp_path, content):
+    with pytest.raises(DataError, match="iconv") as caught:
+        load_training_data(put(tmp_path / "a", content))
+    assert "--on_bad_record" not in str(caught.value)
 
 
 # For arbitrary bytes in every format: one error line, or all records are used or reported.

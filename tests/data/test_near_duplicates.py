@@ -19,9 +19,7 @@ def group_near_duplicates(texts: list[str]) -> list[set[str]]:
     """Return the groups of near-duplicates, sorted by their first text."""
     groups = DisjointSet(range(len(texts)))
     join_near_duplicates(texts, groups)
-    text_groups = []
-    for indices in groups.subsets():
-        text_groups.append({texts[index] for index in indices})
+    text_groups = [{texts[index] for index in indices} for indices in groups.subsets()]
     return sorted(text_groups, key=min)
 
 
@@ -56,9 +54,7 @@ def test_few_texts_of_one_template_are_compared(monkeypatch, num_changed_words):
     monkeypatch.setattr(_GramIndex, "compute_overlaps", compute_and_count)
     generator = random.Random(0)
     template = "please tell me the status of the order of this customer: "
-    texts = []
-    for _ in range(1000):
-        texts.append(template + " ".join(make_words(generator, num_changed_words)))
+    texts = [template + " ".join(make_words(generator, num_changed_words)) for _ in range(1000)]
     num_groups = len(group_near_duplicates([*texts, "another text"]))
     assert num_groups == (2 if num_changed_words == 1 else 1001)
     assert num_compared < 3 * len(texts)
@@ -102,25 +98,22 @@ def test_similarities_of_long_texts_are_estimated():
     assert find_near_duplicates([text], [" ".join(words[:900])]) == {text}
 
 
-SAME_TEXTS = [
-    ("soft hyphen", "wa\u00adter"),
-    ("soft hyphen at the end of a line", "wa\u00ad\n ter"),
-    (
-        "zero-width space, joiners, word joiner, byte-order mark",
-        "w\u200ba\u200ct\u200de\u2060r\ufeff",
-    ),
-    ("direction marks", "\u200ewater\u200f \u202a\u2066"),
-    ("variation selector, filler, control character", "wat\ufe0fe\u3164r\x00"),
-    ("non-breaking blanks", "\u00a0water\u202f\u2007"),
-    ("entities", "&nbsp;w&#97;t&amp;#101;r&shy;"),
-    ("case and width", "ＷＡtER"),
-    ("accents", "wátęr"),
-    ("decomposed accents", "wa\u0301te\u0328r"),
-]
-
-
-@pytest.mark.parametrize(("form", "text"), SAME_TEXTS, ids=[form for form, _ in SAME_TEXTS])
-def test_forms_of_a_text_are_the_same_text(form, text):
+@pytest.mark.parametrize(
+    "text",
+    [
+        "wa\u00adter",  # soft hyphen
+        "wa\u00ad\n ter",  # soft hyphen at the end of a line
+        "w\u200ba\u200ct\u200de\u2060r\ufeff",  # zero-width space, joiners, byte-order mark
+        "\u200ewater\u200f \u202a\u2066",  # direction marks
+        "wat\ufe0fe\u3164r\x00",  # variation selector, filler, control character
+        "\u00a0water\u202f\u2007",  # non-breaking blanks
+        "&nbsp;w&#97;t&amp;#101;r&shy;",
+        "ＷＡtER",
+        "wátęr",
+        "wa\u0301te\u0328r",  # decomposed accents
+    ],
+)
+def test_forms_of_a_text_are_the_same_text(text):
     assert normalise(text) == "water"
 
 
@@ -145,22 +138,15 @@ def test_letters_and_signs_with_a_meaning_stay(text):
 
 @pytest.mark.parametrize("seed", range(3))
 def test_groups_do_not_depend_on_the_order_of_the_texts(seed):
-    texts = make_changed_texts(60)
-    # Texts with no near-duplicate. A seed above 0, because make_changed_texts uses seed 0.
-    generator = random.Random(seed + 1)
-    for _ in range(20):
-        texts.append(" ".join(make_words(generator, 20)))
+    generator = random.Random(seed + 1)  # texts with another seed have no near-duplicate
+    texts = make_changed_texts(60) + [" ".join(make_words(generator, 20)) for _ in range(20)]
     shuffled_texts = random.Random(seed).sample(texts, len(texts))
     groups = group_near_duplicates(shuffled_texts)
     assert groups == group_near_duplicates(texts)
     assert sorted(map(len, groups)) == [1] * 20 + [60]
 
 
-def test_vowel_signs_of_hindi_count():
+@pytest.mark.parametrize("texts", [["+++", "???"], ["\u0915\u093e " * 4, "\u0915\u0940 " * 4]])
+def test_symbols_and_vowel_signs_of_hindi_count(texts):
     """Python's pattern for letters does not match these signs."""
-    texts = ["\u0915\u093e " * 4, "\u0915\u0940 " * 4]
     assert group_near_duplicates(texts) == [{texts[0]}, {texts[1]}]
-
-
-def test_texts_of_symbols_are_compared_as_they_are():
-    assert group_near_duplicates(["+++", "???"]) == [{"+++"}, {"???"}]

@@ -5,7 +5,7 @@ from pathlib import Path
 from typing import Literal
 
 import pytest
-from data_files import put, put_parquet
+from data_files import put, put_lines, put_parquet
 
 from contaccum.data import Passage, RecordReport, parse_columns, read_passages
 from contaccum.data.corpus import read_texts
@@ -27,40 +27,26 @@ def read(path: Path, on_bad_record: Literal["stop", "skip"] = "stop") -> list[Pa
     return passages
 
 
-def format_jsonl(passages: list[Passage]) -> str:
-    lines = []
-    for passage in passages:
-        record = {"_id": passage.id, "title": passage.title, "text": passage.text}
-        lines.append(json.dumps(record) + "\n")
-    return "".join(lines)
-
-
-def format_dpr_table(passages: list[Passage]) -> str:
-    """Return the passages in the form of DPR's psgs_w100.tsv, with texts in quotes."""
-    lines = ["id\ttext\ttitle\n"]
-    for passage in passages:
-        doubled_quotes = passage.text.replace('"', '""')
-        lines.append(f'{passage.id}\t"{doubled_quotes}"\t{passage.title}\n')
-    return "".join(lines)
+ROWS = [{"_id": passage.id, "title": passage.title, "text": passage.text} for passage in PASSAGES]
+# The form of DPR's psgs_w100.tsv, with texts in quotes
+TABLE = """id\ttext\ttitle
+1\t"one ""quoted"" text"\tTitle
+2\t"ä second"\t
+x3\t"third"\tt
+"""
 
 
 def test_every_form_gives_the_same_passages(tmp_path):
-    jsonl = format_jsonl(PASSAGES)
-    array = f"[{','.join(jsonl.splitlines())}]"
-    table = format_dpr_table(PASSAGES)
-    put(tmp_path / "beir" / "corpus.jsonl.gz", jsonl)
+    put_lines(tmp_path / "beir" / "corpus.jsonl.gz", *ROWS)
     for path in (
         tmp_path / "beir",
-        put(tmp_path / "a.jsonl", jsonl),
-        put(tmp_path / "a.json", array),
-        put(tmp_path / "indented.json.gz", json.dumps(json.loads(array), indent=2)),
-        put(tmp_path / "psgs.tsv", table),
-        put(tmp_path / "psgs.tsv.gz", table),
+        put_lines(tmp_path / "a.jsonl", *ROWS),
+        put(tmp_path / "a.json", json.dumps(ROWS)),
+        put(tmp_path / "indented.json.gz", json.dumps(ROWS, indent=2)),
+        put(tmp_path / "psgs.tsv", TABLE),
+        put(tmp_path / "psgs.tsv.gz", TABLE),
     ):
         assert read(path) == PASSAGES
-
-
-def test_a_passage_is_its_title_and_its_text():
     assert PASSAGES[0].passage == 'Title one "quoted" text'
 
 
@@ -86,7 +72,7 @@ def test_columns_of_a_corpus_may_have_other_names(tmp_path, name, columns):
         put(path, json.dumps(rows))
     elif name == "a.jsonl":
         del rows[1]["name"]  # no record but the first must have a title
-        put(path, "".join(json.dumps(row) + "\n" for row in rows))
+        put_lines(path, *rows)
     elif name == "a.csv":
         put(path, "chunk;title;name;text;body\nc1;one;N;i1;long\nc2;two;;i2;text\n")
     else:
@@ -112,7 +98,7 @@ def test_the_first_documents_of_a_corpus_with_titles_may_have_none(tmp_path, on_
 
 
 def test_a_role_that_a_corpus_does_not_have_is_refused(tmp_path):
-    path = put(tmp_path / "a.jsonl", format_jsonl(PASSAGES))
+    path = put_lines(tmp_path / "a.jsonl", *ROWS)
     with pytest.raises(ConfigError, match="corpus_columns: a role must be one of id, text, title"):
         read_passages(path, RecordReport(), columns=["txet=body"])
 

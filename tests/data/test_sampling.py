@@ -32,20 +32,19 @@ def make_records() -> list[dict[str, Any]]:
     """Return records with 0 to 5 negatives; every third has three positives, the others one."""
     records = []
     for i in range(NUM_RECORDS):
-        num_positives = 3 if i % 3 == 0 else 1
-        record = {
-            "query": f"q{i}",
-            "positives": [f"p{i}_{k}" for k in range(num_positives)],
-            "negatives": [f"n{i}_{k}" for k in range(i % 6)],
-        }
-        records.append(record)
+        positives = [f"p{i}_{k}" for k in range(3 if i % 3 == 0 else 1)]
+        negatives = [f"n{i}_{k}" for k in range(i % 6)]
+        records.append({"query": f"q{i}", "positives": positives, "negatives": negatives})
     return records
 
 
 def sample_rows(data: TrainingData, epoch: int = 0, seed: int = 0) -> list[dict[str, Any]]:
-    """Return all rows of an epoch."""
+    """Return all rows of an epoch, read at once."""
     data.transform.set_epoch(epoch, seed)
-    return list(data.dataset)
+    columns = data.dataset[:]
+    return [
+        dict(zip(columns, values, strict=True)) for values in zip(*columns.values(), strict=True)
+    ]
 
 
 def load_fingerprint(path: Path, **settings: Any) -> str:
@@ -86,14 +85,9 @@ def test_samples_are_uniform_and_without_replacement(tmp_path):
     assert set(negatives_counts) == set(combinations("uvwxyz", NUM_NEGATIVES))
     # The 99.9 % quantiles of chi-squared with 3 and 14 degrees of freedom: 4 positives, and 15
     # pairs of negatives.
-    assert compute_chi_squared(positive_counts) < 16.2
-    assert compute_chi_squared(negatives_counts) < 36.1
-
-
-def compute_chi_squared(counts: Counter) -> float:
-    """Compute the chi-squared statistic of counts against a uniform distribution."""
-    expected = counts.total() / len(counts)
-    return sum((count - expected) ** 2 / expected for count in counts.values())
+    for counts, quantile in ((positive_counts, 16.2), (negatives_counts, 36.1)):
+        expected = counts.total() / len(counts)
+        assert sum((count - expected) ** 2 / expected for count in counts.values()) < quantile
 
 
 def test_a_sample_depends_on_seed_epoch_and_row_alone(data, tmp_path):
@@ -120,11 +114,11 @@ def test_workers_see_the_epoch_while_they_live(data, start):
         multiprocessing_context=start,
         persistent_workers=True,
     )
-    rows_of_first_epoch = sample_rows(data, epoch=0, seed=3)
-    assert list(chain.from_iterable(loader)) == rows_of_first_epoch
-    rows_of_second_epoch = sample_rows(data, epoch=1, seed=3)
-    assert list(chain.from_iterable(loader)) == rows_of_second_epoch
-    assert rows_of_first_epoch != rows_of_second_epoch
+    rows_of_epochs = [sample_rows(data, epoch, seed=3) for epoch in (0, 1)]
+    assert rows_of_epochs[0] != rows_of_epochs[1]
+    for epoch, rows in enumerate(rows_of_epochs):
+        data.transform.set_epoch(epoch, 3)
+        assert list(chain.from_iterable(loader)) == rows
 
 
 def test_copies_of_a_data_set_share_its_epoch(data):
@@ -183,11 +177,8 @@ def test_missing_negatives_are_filled_without_known_positives(tmp_path):
 def test_records_with_too_few_negatives_are_dropped_and_counted(tmp_path):
     path = put_lines(tmp_path / "a.jsonl", *make_records())
     data = load_training_data(path, num_hard_negatives=NUM_NEGATIVES, missing_negatives="drop")
-    expected_queries = []
-    for record in make_records():
-        if len(record["negatives"]) >= NUM_NEGATIVES:
-            expected_queries.append(record["query"])
-    assert [row["query"] for row in data.dataset] == expected_queries
+    expected = [each["query"] for each in make_records() if len(each["negatives"]) >= NUM_NEGATIVES]
+    assert [row["query"] for row in data.dataset] == expected
     summary = "a.jsonl: 20 used, 10 left out (10 too few hard negatives; first: "
     assert summary in data.report.summary()
 
@@ -261,14 +252,9 @@ NUM_COLUMNS = 3
 
 
 def test_ids_and_scores_survive_encoding_bit_for_bit():
-    rows = [
-        encode(text_ids=IDS[0], teacher_scores=SCORES[0]),
-        encode(text_ids=IDS[1], teacher_scores=SCORES[1]),
-    ]
+    rows = [encode(ids, scores) for ids, scores in zip(IDS, SCORES, strict=True)]
     labels = decode(torch.tensor(rows), NUM_COLUMNS)
-    assert labels.text_ids is not None
     assert labels.text_ids.tolist() == IDS
-    assert labels.teacher_scores is not None
     # Bits, because -0.0 == 0.0
     bits = labels.teacher_scores.view(torch.int32)
     assert torch.equal(bits, torch.tensor(SCORES).view(torch.int32))
@@ -276,11 +262,9 @@ def test_ids_and_scores_survive_encoding_bit_for_bit():
 
 def test_ids_or_scores_alone_are_decoded_as_what_they_are():
     ids = decode(torch.tensor([encode(text_ids=row) for row in IDS]), NUM_COLUMNS)
-    assert ids.text_ids is not None
     assert ids.text_ids.tolist() == IDS
     assert ids.teacher_scores is None
     scores = decode(torch.tensor([encode(teacher_scores=row) for row in SCORES]), NUM_COLUMNS)
-    assert scores.teacher_scores is not None
     assert torch.equal(scores.teacher_scores, torch.tensor(SCORES))
     assert scores.text_ids is None
 
