@@ -8,7 +8,8 @@ to learn than "relevant or not". docs/study.md has the measurements.
 
 - Documents are stored relative to the mean of the passage tower, so they move along with it:
   stored_j = d_j - mean at the time of storing, used_j = stored_j + current mean. (The code
-  subtracts the current mean from new documents instead, which gives the same loss.)
+  subtracts the current mean from new documents instead, which gives the same loss.) Only
+  differences of means count: with a probe, the "mean" starts at 0, and is the sum of all shifts.
 - Queries stay as they were stored, and so do their logits. Only the gradient that banked queries
   give to local documents is computed as if they had moved along with the mean of the query tower.
 - Entries retire when the residual of the passages has become too large: about `age_limit` entries
@@ -242,11 +243,11 @@ class DriftCompensation(nn.Module):
     """Means of the two towers, from a probe or from the micro-batches, and the age limit.
 
     Attributes:
-        query_mean, passage_mean: `RunningMean` of each tower; None before the first micro-batch,
-            and always with ``drift_compensation="none"``.
+        query_mean, passage_mean: `RunningMean` of each tower; None before the bank is made, and
+            always with ``drift_compensation="none"``.
         probe: `DriftProbe`; None before the first call of `observe`.
-        expects_probe: True if `observe` will be called soon; until then the means stay as they
-            are. The text loss, which encodes the probe, sets it. It is not part of the state.
+        expects_probe: True if the means come from `observe` alone; they stay 0 until its second
+            call. The text loss, which encodes the probe, sets it. It is not part of the state.
         age_limit: maximum number of entries in use, before it is rounded to whole blocks of the
             bank. It never retires entries of the current update; a full bank does.
     """

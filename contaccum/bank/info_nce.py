@@ -37,8 +37,8 @@ from contaccum.bank.logits import (
     MASKED,
     PositivesTable,
     make_pairs,
+    stack_embeddings,
     stack_ids,
-    stack_texts,
 )
 from contaccum.bank.memory_bank import MemoryBank, score_blocks
 from contaccum.bank.row_losses import (
@@ -158,48 +158,49 @@ class BankedInfoNCE(nn.Module):
         columns = [x for x in (queries, passages, negatives) if x is not None]
         # The loss stays in float32 or float64 under autocast as well.
         with torch.autocast(queries.device.type, enabled=False):
-            texts = stack_texts(columns, may_be_empty=self._is_shared)  # (n, 2 + h, d)
-            ids = stack_ids(query_ids, passage_ids, negative_ids, texts)  # (n, 2 + h, 2)
+            embeddings = stack_embeddings(columns, may_be_empty=self._is_shared)  # (n, 2 + h, d)
+            ids = stack_ids(query_ids, passage_ids, negative_ids, embeddings)  # (n, 2 + h, 2)
+            # Read here, because the micro-step itself runs without gradients.
             is_training = self.training and torch.is_grad_enabled()
-            loss, gradient = self._run_micro_step(texts, ids, is_training)
+            loss, gradient = self._run_micro_step(embeddings, ids, is_training)
         if gradient is None:
             return loss
-        return PrecomputedGradient.apply(loss, gradient, texts)
+        return PrecomputedGradient.apply(loss, gradient, embeddings)
 
     @torch.no_grad()
     def _run_micro_step(
-        self, texts: Tensor, ids: Tensor, is_training: bool
+        self, embeddings: Tensor, ids: Tensor, is_training: bool
     ) -> tuple[Tensor, Tensor | None]:
-        """Compute the loss and the gradient of ``texts``, and enqueue the micro-batch in training.
+        """Compute the loss and its gradient, and enqueue the micro-batch in training.
 
-        The arguments have the shapes that `forward` gives them; the gradient is None if the texts
-        need none.
+        The arguments have the shapes that `forward` gives them; the gradient is None if the
+        embeddings need none.
         """
         settings = self.settings
-        needs_gradient = texts.requires_grad
-        texts = texts.detach()
+        needs_gradient = embeddings.requires_grad
+        embeddings = embeddings.detach()
 
-        # The texts. If ranks share the bank, every rank gets the texts of all ranks, and n is the
+        # The embeddings. If ranks share the bank, every rank gets those of all ranks, and n is the
         # number of all their pairs from here on.
         rows_of_this_rank = slice(None)
         if self._is_shared:
-            (texts, ids), rows_of_this_rank = gather_rows([texts, ids])
-        n = len(texts)
+            (embeddings, ids), rows_of_this_rank = gather_rows([embeddings, ids])
+        n = len(embeddings)
         lengths = None
         if settings.similarity == "cos":
-            lengths = torch.linalg.vector_norm(texts, dim=-1, keepdim=True)  # (n, 2 + h, 1)
+            lengths = torch.linalg.vector_norm(embeddings, dim=-1, keepdim=True)  # (n, 2 + h, 1)
             lengths = lengths.clamp_min(MIN_LENGTH)
-            texts = texts / lengths
+            embeddings = embeddings / lengths
 
-        # The logits. The bank stores each document minus the mean passage embedding at that time,
-        # so that banked documents move along when the mean moves. The current mean is subtracted
-        # from local documents too, to make both comparable. If the same vector is subtracted from
-        # all documents of a row, the loss of the row does not change.
-        bank = self._prepare_bank(texts)
+        # The logits. The bank stores each document minus the passage mean at that time (see
+        # `contaccum.bank.drift`), so that banked documents move along when the mean moves. The
+        # current mean is subtracted from local documents too, to make both comparable. If the same
+        # vector is subtracted from all documents of a row, the loss of the row does not change.
+        bank = self._prepare_bank(embeddings)
         query_mean, passage_mean = self.compensation.compute_means(
-            texts[:, 0], texts[:, 1], is_training
+            embeddings[:, 0], embeddings[:, 1], is_training
         )
-        local = make_pairs(texts, ids, settings.temperature, passage_mean)
+        local = make_pairs(embeddings, ids, settings.temperature, passage_mean)
         blocks = score_blocks(local, bank, settings, self.positives)
         pairs_in_use = range(0)
         num_aged = 0
@@ -208,7 +209,8 @@ class BankedInfoNCE(nn.Module):
             num_aged = max(self.clock.update_start - bank.oldest_in_use, 0)
 
         # The losses of the local rows, then those of the banked rows. Negatives in the bank enter
-        # as log-sums: for a local row one per block of the ring, for a banked row a single one.
+        # as log-sums: for a local row one per block of the ring, because the bank keeps these for
+        # the time when the row is banked itself; for a banked row a single one.
         local_logits = torch.cat([blocks.in_batch.flatten(1), blocks.against_bank_sums], dim=1)
         local_rows = compute_row_losses(local_logits.logsumexp(1), local.positive_logits)
         loss = local_rows.losses.sum()
@@ -227,7 +229,7 @@ class BankedInfoNCE(nn.Module):
                 divisor = n + (~is_invalid).sum(dtype=loss.dtype)
         loss = loss / divisor
         # A sum is finite only if all its terms are, and only finite numbers times zero are not NaN.
-        not_finite = ((loss + texts.sum()) * 0).isnan()
+        not_finite = ((loss + embeddings.sum()) * 0).isnan()
 
         # The gradient. Enqueueing changes the bank in place, so the gradient is computed before it.
         gradient = None
@@ -236,12 +238,13 @@ class BankedInfoNCE(nn.Module):
             gradient = compute_row_gradients(local, blocks, local_rows, banked_rows, query_drift)
             gradient = gradient / (settings.temperature * divisor)  # (n, 2 + h, d)
             if is_training and settings.drift_compensation == "auto":
+                # In place.
                 self.centering(gradient, self.clock.num_updates, num_aged > 0, not_finite)
             if lengths is not None:
                 # For x = y / |y| the gradient of y is that of x without its part along x, divided
                 # by |y|.
-                along = (gradient * texts).sum(-1, keepdim=True)
-                gradient = torch.addcmul(gradient, along, texts, value=-1) / lengths
+                along = (gradient * embeddings).sum(-1, keepdim=True)
+                gradient = torch.addcmul(gradient, along, embeddings, value=-1) / lengths
             if self._is_shared:
                 # Every rank has the gradients of all pairs and returns its own. DDP will average
                 # them over the ranks, although their sum is the gradient of the loss.
@@ -259,7 +262,7 @@ class BankedInfoNCE(nn.Module):
             afterwards = {"bank_fill": bank.in_use, "bank_age": len(self.clock.update_ends)}
 
         self.diagnostics = Diagnostics(
-            passages=texts[:, 1],
+            passages=embeddings[:, 1],
             in_batch=blocks.in_batch,
             against_bank=blocks.against_bank,
             invalid=None if blocks.banked is None else blocks.banked.invalid,
@@ -276,11 +279,11 @@ class BankedInfoNCE(nn.Module):
         """True if all ranks compute one loss, each with the same copy of the bank."""
         return self.settings.gather_across_devices and world_size() > 1
 
-    def _prepare_bank(self, texts: Tensor) -> MemoryBank | None:
-        """Return the bank with room for texts (n, 2 + h, d); None without a bank."""
+    def _prepare_bank(self, embeddings: Tensor) -> MemoryBank | None:
+        """Return the bank with room for embeddings (n, 2 + h, d); None without a bank."""
         if self.settings.bank_size == 0:
             return None
-        _, num_texts, dim = texts.shape
+        _, num_texts, dim = embeddings.shape
         num_negatives = 0
         if self.settings.bank_hard_negatives:
             num_negatives = num_texts - 2
@@ -288,10 +291,10 @@ class BankedInfoNCE(nn.Module):
         with torch.inference_mode(False):
             bank = self.bank
             if bank is None:
-                bank = self._make_bank(dim, texts.dtype, texts.device)
-            if bank.documents.device != texts.device:
+                bank = self._make_bank(dim, embeddings.dtype, embeddings.device)
+            if bank.documents.device != embeddings.device:
                 # The model was moved, or a state was loaded on another device.
-                self.to(texts.device)
+                self.to(embeddings.device)
             bank.ensure_shape(dim, num_negatives)
         return bank
 
@@ -348,7 +351,7 @@ class BankedInfoNCE(nn.Module):
 
     @torch.no_grad()
     def observe_probe(self, queries: Tensor, passages: Tensor) -> None:
-        """Measure the drift of both towers on embeddings of the same few pairs of texts.
+        """Measure the drift of both towers on embeddings of the same few pairs of embeddings.
 
         Call the method before the first micro-batch, and again after updates; once every 64 to 128
         pairs is enough. A later call within an update counts its entries as encoded by an older
@@ -363,20 +366,24 @@ class BankedInfoNCE(nn.Module):
         Raises:
             ValueError: for fewer than two pairs.
         """
-        texts = stack_texts([queries, passages], may_be_empty=self._is_shared)  # (S, 2, d)
+        embeddings = stack_embeddings(
+            [queries, passages], may_be_empty=self._is_shared
+        )  # (S, 2, d)
         if self._is_shared:
-            [texts], _ = gather_rows([texts])
-        if len(texts) < 2:
+            [embeddings], _ = gather_rows([embeddings])
+        if len(embeddings) < 2:
             raise ValueError(
                 "a probe of one pair has no spread, so drift cannot be measured: "
                 "pass eight pairs, or at least two"
             )
         if self.bank is not None:
-            texts = texts.to(self.bank.documents.device)
+            embeddings = embeddings.to(self.bank.documents.device)
         if self.settings.similarity == "cos":
-            texts = normalize(texts, dim=-1)
-        if self._prepare_bank(texts) is not None:
-            self.compensation.observe(texts[:, 0], texts[:, 1], self.clock, self._is_shared)
+            embeddings = normalize(embeddings, dim=-1)
+        if self._prepare_bank(embeddings) is not None:
+            self.compensation.observe(
+                embeddings[:, 0], embeddings[:, 1], self.clock, self._is_shared
+            )
 
     # The state ------------------------------------------------------------------------------------
 

@@ -58,7 +58,7 @@ class Pairs(NamedTuple):
     invalid: Tensor | None = None
 
 
-def stack_texts(columns: Sequence[Tensor], may_be_empty: bool = False) -> Tensor:
+def stack_embeddings(columns: Sequence[Tensor], may_be_empty: bool = False) -> Tensor:
     """Stack the embeddings of each pair's texts, (n, 2 + h, d), in float32 at least.
 
     All that follows is computed for the whole stack: with a small micro-batch, a GPU waits for the
@@ -85,15 +85,15 @@ def stack_texts(columns: Sequence[Tensor], may_be_empty: bool = False) -> Tensor
         if negatives.ndim != 3 or len(negatives) != n or negatives.shape[2] != d:
             shape = tuple(negatives.shape)
             raise ValueError(f"negatives must be (n, h, d) = ({n}, h, {d}), got {shape}")
-    texts = torch.cat([queries[:, None], passages[:, None], *columns[2:]], dim=1)
-    return texts.to(torch.promote_types(texts.dtype, torch.float32))
+    embeddings = torch.cat([queries[:, None], passages[:, None], *columns[2:]], dim=1)
+    return embeddings.to(torch.promote_types(embeddings.dtype, torch.float32))
 
 
 def stack_ids(
     query_ids: Tensor | None,
     passage_ids: Tensor | None,
     negative_ids: Tensor | None,
-    texts: Tensor,
+    embeddings: Tensor,
 ) -> Tensor:
     """Stack the ids of each pair's texts, int64 (n, 2 + h, IDS_PER_TEXT).
 
@@ -101,12 +101,12 @@ def stack_ids(
         query_ids, passage_ids, negative_ids: integers (n,), (n,) and (n, h), or with one more
             dimension at the end, of size `IDS_PER_TEXT`; None where texts have no ids, which
             become `NO_ID`.
-        texts: (n, 2 + h, d), from `stack_texts`.
+        embeddings: (n, 2 + h, d), from `stack_embeddings`.
 
     Raises:
         ValueError: for ids of another shape, or that are not integers.
     """
-    n, num_texts, _ = texts.shape
+    n, num_texts, _ = embeddings.shape
     columns: list[tuple[str, tuple[int, ...], Tensor | None]] = [
         ("queries", (n,), query_ids),
         ("passages", (n,), passage_ids),
@@ -116,13 +116,13 @@ def stack_ids(
     stacked = []
     for name, shape, ids in columns:
         if ids is None:
-            ids = torch.full((*shape, IDS_PER_TEXT), NO_ID, device=texts.device)
+            ids = torch.full((*shape, IDS_PER_TEXT), NO_ID, device=embeddings.device)
         if ids.shape not in (shape, (*shape, IDS_PER_TEXT)) or ids.is_floating_point():
             raise ValueError(
                 f"ids of {name} must be integers {shape} or {(*shape, IDS_PER_TEXT)}, "
                 f"got {ids.dtype} {tuple(ids.shape)}"
             )
-        ids = ids.to(texts.device, torch.int64)
+        ids = ids.to(embeddings.device, torch.int64)
         if ids.shape == shape:  # one id per text
             ids = pad(ids[..., None], (0, 1), value=NO_ID)
         if ids.ndim == 2:  # queries or passages, one text per pair
@@ -132,17 +132,17 @@ def stack_ids(
 
 
 def make_pairs(
-    texts: Tensor,
+    embeddings: Tensor,
     ids: Tensor,
     temperature: float,
     passage_mean: Tensor | None = None,
 ) -> Pairs:
-    """Make `Pairs` of a micro-batch: texts (n, 2 + h, d) without a gradient, with their ids.
+    """Make `Pairs` of a micro-batch: embeddings (n, 2 + h, d) without a gradient, with their ids.
 
     The vector ``passage_mean``, (d,), is subtracted from the documents.
     """
-    queries = texts[:, 0]
-    documents = texts[:, 1:]
+    queries = embeddings[:, 0]
+    documents = embeddings[:, 1:]
     if passage_mean is not None:
         documents = documents - passage_mean
     return Pairs(

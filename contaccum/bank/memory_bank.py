@@ -100,7 +100,7 @@ class MemoryBank(nn.Module):
     use and its micro-batch was finite.
 
     The bank stores embeddings as they are given. With drift compensation, `BankedInfoNCE` passes
-    documents minus the mean passage embedding.
+    documents minus the passage mean (see `contaccum.bank.drift`).
 
     Args:
         bank_size: maximum number of pairs in use, at least 1.
@@ -124,7 +124,7 @@ class MemoryBank(nn.Module):
     valid: Tensor  # bool (m, 1 + h)
     block_log_sums: Tensor  # (blocks, q), logsumexp of each query over the negatives of each block
     total_log_sums: Tensor  # (q,), logsumexp of `block_log_sums` over the blocks
-    query_means: Tensor  # (q / pairs_per_mean, d), mean query embedding at the start of each run
+    query_means: Tensor  # (q / pairs_per_mean, d), the query mean at the start of each run
 
     def __init__(
         self,
@@ -233,7 +233,7 @@ class MemoryBank(nn.Module):
         local: Pairs,
         blocks: LogitBlocks,
         not_finite: Tensor,
-        retire_before: int = 0,
+        oldest_allowed: int = 0,
         query_mean: Tensor | None = None,
     ) -> None:
         """Store a micro-batch in place of the oldest blocks.
@@ -244,12 +244,12 @@ class MemoryBank(nn.Module):
         Args:
             blocks: logits of the micro-batch, from `score_blocks`.
             not_finite: bool scalar on the bank's device; True stores zeros that are not valid.
-            retire_before: pairs with a smaller number retire, even if there is room for them.
-            query_mean: (d,), current mean query embedding.
+            oldest_allowed: pairs with a smaller number retire, even if there is room for them.
+            query_mean: (d,), the current query mean.
         """
         num_scored_slots = self.num_filled_slots  # m of ``blocks``
         end = self.total_enqueued + len(local.queries)
-        retired_blocks = self.retire_before(max(retire_before, end - self.bank_size))
+        retired_blocks = self.retire_before(max(oldest_allowed, end - self.bank_size))
         first = max(self.total_enqueued, self.oldest_in_use)  # skip new pairs that have retired
         first = min(first, end)  # all of them may have retired
         positions = slice(first - self.total_enqueued, None)
@@ -266,15 +266,15 @@ class MemoryBank(nn.Module):
             new_log_sums[: num_scored_slots // self.block_size] = blocks.against_bank_sums.T
             for ring_block in retired_blocks:
                 new_log_sums[ring_block] = MASKED
-            for ring_block, rows in self._split_into_blocks(first, end):
+            for ring_block, columns in self._split_into_blocks(first, end):
                 # The old queries over the new documents of this block.
-                sums = from_bank[:, rows].flatten(1).logsumexp(1)  # (scored slots,)
+                sums = from_bank[:, columns].flatten(1).logsumexp(1)  # (scored slots,)
                 sums = sums.masked_fill(not_finite, MASKED)
                 for log_sums in (self.block_log_sums[ring_block], self.total_log_sums):
-                    old_log_sums = log_sums[:num_scored_slots]
-                    torch.logaddexp(old_log_sums, sums, out=old_log_sums)
+                    of_old_queries = log_sums[:num_scored_slots]
+                    torch.logaddexp(of_old_queries, sums, out=of_old_queries)
                 # The new queries over the new documents of this block.
-                sums = in_batch[:, rows].flatten(1).logsumexp(1)  # (n,)
+                sums = in_batch[:, columns].flatten(1).logsumexp(1)  # (n,)
                 torch.logaddexp(new_log_sums[ring_block], sums, out=new_log_sums[ring_block])
             new_log_sums = new_log_sums[:, positions].masked_fill(not_finite, MASKED)
             self.block_log_sums.index_copy_(1, slots, new_log_sums)

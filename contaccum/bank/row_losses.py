@@ -68,22 +68,23 @@ def compute_row_gradients(
             they agree with the log-sums of the bank.
     """
     n = len(local.queries)
-    in_batch = (blocks.in_batch - local_rows.log_sums[:, None, None]).exp()  # (n, n, 1 + h)
+    # The softmax probabilities of the negatives.
+    in_batch_weights = (blocks.in_batch - local_rows.log_sums[:, None, None]).exp()  # (n, n, 1 + h)
     # A row's own positive is masked, so its place in the matrix is free.
-    in_batch[:, :, 0].diagonal().sub_(local_rows.differences.sigmoid())
-    in_batch = in_batch.flatten(1)  # (n, n * (1 + h))
-    query_gradient = in_batch @ local.documents.flatten(0, 1)  # (n, d)
-    document_gradient = in_batch.T @ local.queries  # (n * (1 + h), d)
+    in_batch_weights[:, :, 0].diagonal().sub_(local_rows.differences.sigmoid())
+    in_batch_weights = in_batch_weights.flatten(1)  # (n, n * (1 + h))
+    query_gradient = in_batch_weights @ local.documents.flatten(0, 1)  # (n, d)
+    document_gradient = in_batch_weights.T @ local.queries  # (n * (1 + h), d)
     if blocks.banked is not None:
-        against_bank = (blocks.against_bank - local_rows.log_sums[:, None, None]).exp()
+        bank_weights = (blocks.against_bank - local_rows.log_sums[:, None, None]).exp()
         documents = blocks.banked.documents.flatten(0, 1)  # (m * (1 + h), d)
-        query_gradient.addmm_(against_bank.flatten(1), documents)
+        query_gradient.addmm_(bank_weights.flatten(1), documents)
     if blocks.banked is not None and banked_rows is not None:
-        from_bank = (blocks.from_bank - banked_rows.log_sums[:, None, None]).exp()
-        from_bank = from_bank.flatten(1)  # (m, n * (1 + h))
-        document_gradient.addmm_(from_bank.T, blocks.banked.queries)
+        banked_weights = (blocks.from_bank - banked_rows.log_sums[:, None, None]).exp()
+        banked_weights = banked_weights.flatten(1)  # (m, n * (1 + h))
+        document_gradient.addmm_(banked_weights.T, blocks.banked.queries)
         if query_drift is not None:
-            sums_of_runs = from_bank.unflatten(0, (len(query_drift), -1)).sum(1)
+            sums_of_runs = banked_weights.unflatten(0, (len(query_drift), -1)).sum(1)
             document_gradient.addmm_(sums_of_runs.T, query_drift)
     gradients = [query_gradient[:, None], document_gradient.unflatten(0, (n, -1))]
     return torch.cat(gradients, dim=1)
@@ -94,7 +95,8 @@ class PrecomputedGradient(torch.autograd.Function):
 
     The gradients keep the dtype in which they were computed (float32 at least) until they are
     multiplied by the incoming gradient, which contains the factor of a gradient scaler. If they
-    were cast to float16 earlier, small values would underflow.
+    were cast to float16 earlier, small values would underflow. (`BankedInfoNCE` passes embeddings
+    in float32 already; query-side training passes those of the encoder.)
 
     Use: ``PrecomputedGradient.apply(loss, gradient, embeddings)``, with a scalar loss and a
     gradient of the shape of the embeddings.

@@ -8,7 +8,7 @@ micro-batches whose gradients are accumulated. For each micro-batch a loss
 1. encodes the drift probe (a few training pairs, see `contaccum.losses.probe`), if it is due;
 2. computes the ids of the texts, by which duplicates and known positives are masked;
 3. encodes the columns, and calls `contaccum.bank.info_nce.BankedInfoNCE` for the loss, which has
-   the formula.
+   the formula. `contaccum.bank` says in which order to read on.
 
 Letters in shapes: n pairs in the micro-batch, h hard negatives per query, d the embedding size.
 """

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from contaccum import BankedInfoNCE
 from contaccum.bank.centering import GradientCentering
-from contaccum.bank.logits import make_pairs, stack_ids, stack_texts
+from contaccum.bank.logits import make_pairs, stack_embeddings, stack_ids
 from contaccum.bank.memory_bank import MemoryBank, score_blocks
 from contaccum.settings import InfoNCESettings
 
@@ -63,7 +63,7 @@ def call_loss(
 
 def enqueue(bank: MemoryBank, embeddings: Sequence[Tensor], ids: Sequence[Tensor] = ()) -> None:
     """Score and append pairs to a bank that belongs to no loss, as `BankedInfoNCE` does."""
-    texts = stack_texts(embeddings).to(bank.documents)
+    texts = stack_embeddings(embeddings).to(bank.documents)
     text_ids = stack_ids(*ids, *[None] * (3 - len(ids)), texts)
     bank.ensure_shape(texts.shape[2], texts.shape[1] - 2)
     settings = InfoNCESettings(temperature=bank.temperature)
