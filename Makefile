@@ -29,7 +29,7 @@ LOWEST_TESTS := tests/losses/test_contaccum_loss.py tests/encoders/test_dual_enc
 	tests/training/test_query_side_runs.py tests/cli/test_evaluate.py tests/cli/test_encode.py \
 	tests/encoders/test_export.py
 
-.PHONY: quickstart test test-lowest test-newest test-all lint format docs dist clean
+.PHONY: quickstart test test-lowest test-newest test-all lint format docs dist readme clean
 
 # One stamp file per set of extras. Packages are installed again only if the pins have changed.
 $(VENV)/.installed-%: pyproject.toml constraints.txt
@@ -94,5 +94,10 @@ dist: $(VENV)-dist/.installed
 	$(VENV)-dist/bin/python -m build
 	$(VENV)-dist/bin/python -m twine check --strict dist/*
 
+# Run README from top to bottom with the wheel, in a fresh environment outside of the checkout.
+readme: dist
+	$(PYTHON) -m venv --clear $(VENV)-readme
+	PIP_NO_COMPILE=1 PIP_CONSTRAINT=$(abspath $(CONSTRAINTS)) $(VENV)-readme/bin/python tests/run_readme.py dist/*.whl
+
 clean:
-	rm -rf $(VENV) $(VENV)-lowest $(VENV)-newest $(VENV)-dist build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache
+	rm -rf $(VENV) $(VENV)-lowest $(VENV)-newest $(VENV)-dist $(VENV)-readme build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache
