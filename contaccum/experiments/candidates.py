@@ -47,6 +47,7 @@ from contaccum.data.split import (
     Split,
     write_part,
 )
+from contaccum.distributed import world_size
 from contaccum.encoders.dual_encoder import DualEncoder
 from contaccum.encoders.linear_map import append_linear_map, solve_linear_map
 from contaccum.encoders.names import model_name
@@ -116,7 +117,8 @@ _POOL_DEPTH = 10  # top documents of each query in a run; nDCG@10 depends on no 
 _LEAST_SECONDS = 5.0  # for the updates of a training
 # Of the time that is left: the map by gradients may take so much; so may the last training of the
 # query tower, if another rate is to be tried before both towers are trained.
-_CHEAP_SHARE = 0.2
+_CHEAP_SHARE = 0.1
+_ENCODINGS_PER_PAIR = 4  # a pair's share of an update takes as long as encoding so many documents
 _LEAST_SHARE_OF_LENGTH = 0.75  # a shorter training than this share of the next length is not made
 _RESERVE_FACTOR = 1.2  # times computed from earlier ones are multiplied by it; machines are noisy
 _ROWS_PER_SHARD = 2000  # of a store; a killed process loses at most one shard
@@ -832,11 +834,19 @@ class Ladder:
             if not self._is_done(folder_name):
                 if seconds < self._least_seconds:
                     break
-                # What an earlier start has begun goes on with the updates that it had.
-                if trained and not work.on_first_rank((self._folder / folder_name).is_dir):
-                    num_updates = min(self._plan_length(length, trained[-1], seconds), longest)
-                    if num_updates == 0:
+                training = self._folder / folder_name / TRAINING_FOLDER
+                begun = work.on_first_rank(work.read_identity, training)
+                if "updates" in begun:  # by an earlier start
+                    num_updates = begun["updates"]
+                else:
+                    per_update = self._estimate_seconds_per_update(settings, trained)
+                    if trained and _LEAST_SHARE_OF_LENGTH * length * per_update > seconds:
                         break
+                    if 3 * length * per_update > seconds:
+                        # The training after this one, twice as long, would not fit. So this one
+                        # takes all the time, which ends it sooner than the number of updates.
+                        num_updates = max(length, math.ceil(1.5 * seconds / per_update))
+                    num_updates = min(num_updates, longest)
             shown = f"both towers, {method}"
             trained += self._train(folder_name, shown, BOTH_TOWERS, settings, num_updates, seconds)
             scores = [candidate.score for candidate in trained]
@@ -848,22 +858,16 @@ class Ladder:
             length = min(2 * max(candidate.updates for candidate in trained), longest)
         self._blend_both_towers()
 
-    def _plan_length(self, length: int, last: Candidate, seconds: float) -> int:
-        """Return the number of updates of the next training of both towers; 0: there is no time.
-
-        Args:
-            length: the number that is meant.
-            last: the last training, by which the time of an update is known.
-            seconds: the time for the training.
-        """
-        affordable = int(seconds * last.updates / last.training_seconds)
-        if affordable < _LEAST_SHARE_OF_LENGTH * length:
-            return 0
-        if affordable < 3 * length:
-            # The training after this one, twice as long, would not fit, so this one takes all the
-            # time, and more updates than are expected, because the time ends it anyway.
-            return math.ceil(1.1 * affordable)
-        return length
+    def _estimate_seconds_per_update(
+        self, settings: Settings, trained: Sequence[Candidate]
+    ) -> float:
+        """Return the time of an update of both towers, by the last training if there is one."""
+        if trained:
+            return trained[-1].training_seconds / trained[-1].updates
+        args = ContAccumTrainingArguments.from_settings(settings)
+        assert args.total_train_batch_size is not None  # computed when the arguments are created
+        num_encodings = _ENCODINGS_PER_PAIR * args.total_train_batch_size
+        return num_encodings * self._seconds_per_document / world_size()
 
     def _blend_both_towers(self) -> None:
         """Average the best model with the base model, if a kind of documents has lost too much."""

@@ -333,10 +333,10 @@ def fake_train(monkeypatch, clock, root) -> Iterator[Callable[[dict[str, list[fl
         ([0.5, 0.5, 0.5], 1e6, [16, 32, 64]),
         ([0.5, 0.4, 0.6, 0.5, 0.5], 1e6, [16, 32, 64, 128, 200]),
         # The next training but one would not fit, so the next one takes all the time.
-        ([0.5, 0.6], 16 + 95, [16, math.ceil(1.1 * 95)]),
-        ([0.5, 0.6, 0.7], 16 + 96, [16, 32, math.ceil(1.1 * 64)]),
-        ([0.5, 0.6, 0.7], 16 + 32 + 70, [16, 32, math.ceil(1.1 * 70)]),
-        ([0.5, 0.6], 16 + 24, [16, math.ceil(1.1 * 24)]),
+        ([0.5, 0.6], 16 + 95, [16, math.ceil(1.5 * 95)]),
+        ([0.5, 0.6, 0.7], 16 + 96, [16, 32, math.ceil(1.5 * 64)]),
+        ([0.5, 0.6, 0.7], 16 + 32 + 70, [16, 32, math.ceil(1.5 * 70)]),
+        ([0.5, 0.6], 16 + 24, [16, math.ceil(1.5 * 24)]),
         ([0.5], 16 + 23, [16]),  # not enough for half as many again
         ([0.5], 10, [16]),  # cut by the time
         ([], 4, []),
@@ -426,7 +426,7 @@ def test_the_rate_of_the_query_tower_rises_while_that_is_better(
 def test_other_rates_of_the_query_tower_that_are_not_cheap_take_what_both_towers_leave(
     root, tmp_path, fake_train, seconds_per_document, methods
 ):
-    """Three epochs are more than a fifth of the time."""
+    """Three epochs are more than a tenth of the time."""
     calls = fake_train({"query_side": [0.3, 0.4, 0.2], "contaccum": [0.2, 0.2]})
     ladder = make_ladder(root, tmp_path, ends_at=120.0)
     ladder._seconds_per_document = seconds_per_document
