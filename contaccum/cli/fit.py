@@ -12,7 +12,7 @@ from contaccum.data.beir import resolve_beir_data
 from contaccum.data.records import SPLIT_RECORD, RecordSource, parse_columns
 from contaccum.data.split import SplitSettings
 from contaccum.defaults import DEFAULT_MODEL
-from contaccum.encoders.names import find_demo_model, require_model
+from contaccum.encoders.names import find_demo_model, model_name, require_model
 from contaccum.errors import UserError
 from contaccum.experiments.request import parse_duration, read_given
 from contaccum.files import require_exists
@@ -46,8 +46,11 @@ def run(argv: Sequence[str]) -> int:
     args.budget = args.budget or DEFAULT_BUDGET
     read_given(settings)
     parse_duration(args.budget)
-    fitted = " ".join(args.model) if args.vectors is None else f"a map of {args.vectors}"
-    print_at_once(f"fitting {fitted} to {args.data} in {args.budget}")
+    fitted = f"a map of {args.vectors}"
+    if args.vectors is None:
+        fitted = ", ".join(map(model_name, args.model))
+    data = "the demo's pairs" if args.data == str(DEMO_DATA) else args.data
+    print_at_once(f"fitting {fitted} to {data} in {args.budget}")
     if is_first_process():
         _require_files(args)
     from contaccum.experiments.fit import fit

@@ -185,7 +185,9 @@ def join_near_duplicates(
     order_of_ends = _PADDING - index.sketches[:, -1]  # 0 where the sketch is not full
     labels = np.array([groups[number] for number in order.tolist()], dtype=np.int64)
     is_joined = np.zeros(len(index.frequencies), dtype=bool)  # all texts of the gram in one group
-    progress = tqdm(order, desc="near-duplicates", unit=" texts", disable=not show_progress)
+    progress = tqdm(
+        order, desc="near-duplicates", unit=" texts", leave=False, disable=not show_progress
+    )
     for row, number in enumerate(progress):
         sketch = index.sketches[row]
         # A text shares at least this number of grams with a near-duplicate that is larger. The
@@ -231,8 +233,9 @@ def find_near_duplicates(
     index = _GramIndex(_make_sketches(list(references)))
     found = set()
     distinct_texts = set(texts)
+    is_hidden = not show_progress or not distinct_texts
     for text in tqdm(
-        distinct_texts, desc="held-out texts", unit=" texts", disable=not show_progress
+        distinct_texts, desc="held-out texts", unit=" texts", leave=False, disable=is_hidden
     ):
         [sketch] = _make_sketches([text])
         least_shared = LEAST_OVERLAP * (sketch < _PADDING).sum()

@@ -662,9 +662,11 @@ class Ladder:
         best_added = max(added, key=lambda each: each.score)
         best = self.get_best()
         self.job.status.best = f"best {best.number}: {best.score:.3f}"
+        is_best = best.number == best_added.number
+        standing = "the best so far" if is_best else f"best: {best.number}. {best.describe()}"
         self.job.print_line(
-            f"{best_added.number}. {best_added.describe()}: {best_added.score:.3f} on dev (best "
-            f"{best.number}. {best.describe()}), {best_added.seconds / 60:.1f} minutes used"
+            f"{best_added.number}. {best_added.describe()}: {best_added.score:.3f} on dev "
+            f"({standing}), {best_added.seconds / 60:.1f} minutes used"
         )
         return added
 

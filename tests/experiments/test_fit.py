@@ -118,7 +118,7 @@ def test_candidates_have_one_numbering_in_terminal_and_record(root, trained):
     chosen = record["candidates"][record["chosen"]]
     assert record["chosen"] == record["recommended"] == 8
     assert f"\n8. {chosen['name']}" in printed
-    assert f": {chosen['scores']['mean']:.3f} on dev (best 8. " in printed
+    assert f": {chosen['scores']['mean']:.3f} on dev (the best so far), " in printed
     assert record["bm25_weight"] == chosen["bm25_weight"]
     assert record["seconds"]["total"] < record["budget_seconds"] == 600
 
