@@ -149,12 +149,13 @@ def tabulate(
     """
     free = statistics.fmean(scores[free_system].values())
     bm25_candidate, base_candidate = candidates[:2]
+    with_bm25 = chosen.name if chosen.system == "bm25" else f"{chosen.name} with BM25"
     rows = (
         ("bm25", "BM25", bm25_candidate.scores),
         ("base", base_candidate.name, base_candidate.vectors),
         ("base_with_bm25", f"{base_candidate.name} with BM25", base_candidate.scores),
         ("trained", chosen.name, chosen.vectors),
-        ("trained_with_bm25", f"{chosen.name} with BM25", chosen.scores),
+        ("trained_with_bm25", with_bm25, chosen.scores),
     )
     table = []
     for system, name, dev in rows:
