@@ -577,11 +577,14 @@ class Ladder:
 
     @property
     def _seconds_per_score(self) -> float:
-        """The seconds in which a search with the queries of dev was scored; 0 before the first."""
-        if not self.candidates:
-            return 0.0
-        bm25, base = self.candidates[:2]
-        return base.seconds - bm25.seconds  # the base model's, which came after BM25
+        """The seconds in which the last search with the queries of dev was scored; 0 before one.
+
+        Candidates of a folder follow one another without other work.
+        """
+        for last, candidate in itertools.pairwise(reversed(self.candidates)):
+            if last.folder == candidate.folder:
+                return last.seconds - candidate.seconds
+        return 0.0
 
     @property
     def base_candidate(self) -> Candidate:
