@@ -412,7 +412,8 @@ def test_a_run_in_a_process_has_the_result_of_this_process(
     monkeypatch.setenv("PYTHONPATH", f"{ROOT / 'eval' / 'compare'}:{ROOT}")
     expected = results["contaccum_seed-3"]
     job = read_json(finished / "runs" / "contaccum_seed-3" / "job.json")
-    job["folder"] = job["settings"]["output_dir"] = str(tmp_path / "run")
+    job["folder"] = str(tmp_path / "run")
+    job["settings"]["output_dir"] = str(tmp_path / "run" / "training")
     assert processes.run_jobs([job], 1) == {}
     result = read_json(tmp_path / "run" / "result.json")
     for key in ("identity", "initial_weights", "data_order", "updates", "evaluations"):
