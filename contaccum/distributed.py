@@ -14,6 +14,14 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+LAYOUT_LENGTH = 16
+"""Length of the layout, the list of numbers that describes the shapes of a rank's tensors.
+
+The layout has the number of rows n, which all tensors share. Then it has for each tensor the bytes
+per number, the number of dimensions, and the shape without n. Zeros fill the rest. For tensors
+(3, 6) and (3,) of 8 bytes it is [3, 8, 2, 6, 8, 1, 0, ...].
+"""
+
 RANK_TIMEOUT = timedelta(days=1)
 """Time after which a rank that waits for another rank gives up, in the commands of contaccum.
 
@@ -50,7 +58,8 @@ def gather_rows(tensors: list[Tensor]) -> tuple[list[Tensor], slice]:
     """Concatenate the rows of every rank's tensors, those of rank 0 first, in rank order.
 
     Every rank then computes the same loss, as one process with the whole batch does. Ranks may have
-    different numbers of rows, and may have none.
+    different numbers of rows, and may have none. The first collective exchanges the shapes, and on
+    an accelerator the host waits for it. One collective per tensor follows.
 
     Args:
         tensors: detached tensors (n, ...) of this rank, with the same n.
@@ -60,14 +69,20 @@ def gather_rows(tensors: list[Tensor]) -> tuple[list[Tensor], slice]:
         rows.
 
     Raises:
-        ValueError: on every rank, if shapes or dtypes differ between ranks, or no rank has rows.
+        ValueError: on every rank, if shapes or bytes per number differ between ranks, or no rank
+            has rows.
     """
     num_rows = len(tensors[0])
-    layout = tuple((tensor.dtype, *tensor.shape[1:]) for tensor in tensors)
-    gathered_layouts: list[Any] = [None] * world_size()
-    dist.all_gather_object(gathered_layouts, (num_rows, layout))
-    lengths = [length for length, _ in gathered_layouts]
-    if len({layout for _, layout in gathered_layouts}) > 1:
+    layout = [num_rows]
+    for tensor in tensors:
+        layout += [tensor.element_size(), tensor.ndim, *tensor.shape[1:]]
+    # Ranks may wrongly pass different numbers of tensors. Padded layouts can be gathered anyway.
+    layout += [0] * (LAYOUT_LENGTH - len(layout))
+    layout_row = torch.tensor([layout], device=tensors[0].device)
+    layouts = _all_gather(layout_row, [1] * world_size()).tolist()
+    lengths = [row[0] for row in layouts]
+    shapes = {tuple(row[1:]) for row in layouts}  # the layouts without the number of rows
+    if len(shapes) > 1:
         raise ValueError(
             "the micro-batches of the ranks differ in shape or dtype: give every rank the same "
             "columns and number of hard negatives"
