@@ -195,9 +195,11 @@ class PositiveRows:
             DataError: a positive is not among the documents.
         """
         indices, positions = self._lookup.find(text_ids(queries))
+        ends_of_queries = np.searchsorted(indices, np.arange(1, len(queries)))
+        known_rows = np.split(self._rows[positions], ends_of_queries)
         labels = []
-        for number, (positive, positive_id) in enumerate(
-            zip(positives, text_ids(positives).tolist(), strict=True)
+        for known, positive, positive_id in zip(
+            known_rows, positives, text_ids(positives).tolist(), strict=True
         ):
             copies = self.documents.find_rows(positive_id)
             if not copies:
@@ -205,7 +207,6 @@ class PositiveRows:
                     f"{self.documents.store.folder}: lacks the positive {quoted(positive)} (add it "
                     "to the corpus and encode the corpus again)"
                 )
-            known = self._rows[positions[indices == number]].tolist()
-            other_positives = {*known, *copies} - {copies[0]}
+            other_positives = {*known.tolist(), *copies} - {copies[0]}
             labels.append(torch.tensor([copies[0], *sorted(other_positives)]))
         return pad_sequence(labels, batch_first=True, padding_value=NO_ROW)
