@@ -368,24 +368,6 @@ class SimilaritySettings:
 
 
 @dataclass(frozen=True, kw_only=True)
-class DistillationSettings:
-    """Distillation from a teacher."""
-
-    distill: Literal["margin_mse", "kl"] | None = option(
-        None, "Distillation loss for the teacher's scores in the data.", methods=WITH_PASSAGES
-    )
-    distill_weight: float = option(
-        1.0,
-        "Weight of the distillation loss, which is added to the contrastive loss.",
-        above=0,
-        needs="distill",
-    )
-    distill_temperature: float = option(
-        1.0, "With kl: divisor of the scores of student and teacher.", above=0, needs="distill"
-    )
-
-
-@dataclass(frozen=True, kw_only=True)
 class TrainerSettings:
     """Arguments of transformers that contaccum reads, sets or restricts.
 
@@ -460,9 +442,7 @@ class TrainerSettings:
 
 
 @dataclass(frozen=True, kw_only=True)
-class TrainingSettings(
-    TrainerSettings, DistillationSettings, SimilaritySettings, LossSettings, MethodSettings
-):
+class TrainingSettings(TrainerSettings, SimilaritySettings, LossSettings, MethodSettings):
     """All settings that a trainer reads, without those of its model and its data.
 
     Attributes:
@@ -511,7 +491,6 @@ GROUPS = (
     MethodSettings,
     LossSettings,
     SimilaritySettings,
-    DistillationSettings,
     TrainerSettings,
 )
 """All groups of settings, in the order of `contaccum train --help`."""

@@ -168,7 +168,6 @@ def test_text_that_cannot_be_read_is_refused(text, arguments, named, tmp_path):
     ("given", "named"),
     [
         ({"method": "gradcache"}, "did you mean 'grad_cache'"),
-        ({"distill": "mse"}, "margin_mse, kl"),
         ({"bank_size": "8"}, "bank_size must be of type int"),
         ({"bank_size": -1}, "bank_size=-1: it must be at least 0"),
         ({"bank_size": 4, "query_bank_size": 2}, "query_bank_size"),
@@ -186,7 +185,6 @@ def test_text_that_cannot_be_read_is_refused(text, arguments, named, tmp_path):
         ({"towers": "one", **QUERY_SIDE}, "towers=one"),
         ({"towers": "one", "tied": False}, "towers=one"),
         ({"towers": "one", "second_stage": "s"}, "towers=one"),
-        ({"distill_weight": 2.0}, "without distill"),
         ({"lora_alpha": 8}, "without lora_r"),
         ({**ZERO, "method": "grad_cache"}, "method=grad_cache"),
         ({**ZERO, "fp16": True}, "fp16=true"),
@@ -226,13 +224,8 @@ def test_a_training_from_the_command_line_needs_complete_settings(given, named):
 
 
 def test_settings_for_another_method_lose_what_it_does_not_use():
-    settings = make(bank_size=64, normalize_by="all", distill="kl", distill_weight=0.1, seed=1)
-    assert to_dict(for_method(settings, "grad_accum")) == {
-        "method": "grad_accum",
-        "distill": "kl",
-        "distill_weight": 0.1,
-        "seed": 1,
-    }
+    settings = make(bank_size=64, normalize_by="all", seed=1)
+    assert to_dict(for_method(settings, "grad_accum")) == {"method": "grad_accum", "seed": 1}
     query_side = for_method(settings, "query_side", passage_store="s")
     assert to_dict(query_side) == {"method": "query_side", "passage_store": "s", "seed": 1}
     assert for_method(query_side, "contaccum") == make(seed=1)

@@ -71,7 +71,7 @@ def _require_files(settings: Settings) -> None:
         "columns": parse_columns(settings.data_columns),
     }
     for source in parse_training_sets(settings.train_data, common).values():
-        records = RecordSource(**source, needs_scores=settings.distill is not None)
+        records = RecordSource(**source)
         if records.data_format != "hub":
             require_exists(records.path)
     if settings.eval_data is not None:

@@ -48,8 +48,7 @@ def store_records(source: RecordSource, report: RecordReport) -> tuple[Dataset, 
 
     Returns:
         A data set with the fields of a `Record`, "query_id" and "positive_ids" (see `text_ids`);
-            and the sha256, in hex, of queries and positives ("texts"), of "negatives" and of
-            "scores".
+            and the sha256, in hex, of queries and positives ("texts"), and of "negatives".
 
     Raises:
         DataError: for a source or a record that cannot be used, or a cache that cannot be written.
@@ -61,20 +60,17 @@ def store_records(source: RecordSource, report: RecordReport) -> tuple[Dataset, 
         query=Value("string"),
         positives=List(Value("string")),
         negatives=List(Value("string")),
-        scores=List(Value("float32")),
         query_id=Value("int64"),
         positive_ids=List(Value("int64")),
     )
 
     def generate() -> Iterator[dict[str, Any]]:
-        contents = {name: Fingerprint() for name in ("texts", "negatives", "scores")}
+        contents = {name: Fingerprint() for name in ("texts", "negatives")}
         num_records = 0
         for record in source.records(report):
             num_records += 1
             contents["texts"].add(record.query, *record.positives, "")
             contents["negatives"].add(*record.negatives, "")
-            if record.scores is not None:
-                contents["scores"].add(record.scores)
             query_id, *positive_ids = text_ids([record.query, *record.positives]).tolist()
             yield {**record._asdict(), "query_id": query_id, "positive_ids": positive_ids}
         report.refuse_if_nothing_left(source.path, num_records, "training pairs")
@@ -106,8 +102,8 @@ class TrainingData:
 
     Attributes:
         dataset: rows of the texts "query", "positive", "negative_1" .. "negative_h", in this order.
-            They have a "label" for the loss too if a query has several positives (the label has the
-            text ids), or if teacher scores are used (it has the scores).
+            They have a "label" with the text ids too, for the loss, if a query has several
+            positives.
         path: file, folder or hub name of the data.
         report: counts of used and bad records.
         fingerprint: sha256, in hex, of the texts in order and of everything that is sampled from.
@@ -115,7 +111,7 @@ class TrainingData:
         pairs: text ids (see `text_ids`) of query and positive for every positive of every record,
             int64 (n, 2).
         has_negatives: whether a record has a hard negative.
-        unused: what the records have and the rows do not, a sentence each: hard negatives, scores.
+        has_unused_negatives: whether the records have hard negatives, and the rows none.
     """
 
     dataset: Dataset
@@ -126,7 +122,7 @@ class TrainingData:
     transform: EpochSampling
     pairs: np.ndarray
     has_negatives: bool
-    unused: Sequence[str] = ()
+    has_unused_negatives: bool = False
 
     @property
     def known_positives(self) -> np.ndarray | None:
@@ -155,7 +151,6 @@ def load_training_data(
     columns: Mapping[str, str] | None = None,
     positives: Literal["draw", "first", "all"] | None = None,
     missing_negatives: Literal["fill", "drop"] = "fill",
-    teacher_scores: bool = False,
     min_score: float | None = None,
 ) -> TrainingData:
     """Load the rows of a training set, with `num_hard_negatives` (h) hard negatives each.
@@ -170,8 +165,6 @@ def load_training_data(
             positive. None: "all" for a BEIR folder, "draw" for the other formats.
         missing_negatives: for a record with fewer than h negatives, "fill" adds passages of other
             records, and "drop" leaves the record out.
-        teacher_scores: True to give rows the teacher scores of their positive and negatives; a
-            record without scores is then a bad record.
 
     Raises:
         ConfigError: for an unknown format, or settings that cannot work together.
@@ -184,9 +177,7 @@ def load_training_data(
     check_choice("positives", positives, (None, "draw", "first", "all"))
     check_choice("missing_negatives", missing_negatives, ("fill", "drop"))
     report = RecordReport(on_bad_record)
-    source = RecordSource(
-        path, data_format, split, columns, needs_scores=teacher_scores, min_score=min_score
-    )
+    source = RecordSource(path, data_format, split, columns, min_score)
     if positives is None:
         # A record of a BEIR folder has all judgements of a query, and each is a training pair.
         positives = "all" if source.data_format == "beir" else "draw"
@@ -205,12 +196,6 @@ def load_training_data(
     if missing_negatives == "drop":
         rows_per_record = rows_per_record * ~has_too_few
         report.leave_out(path, "too few hard negatives", int(has_too_few.sum()))
-    elif teacher_scores and has_too_few.any():
-        raise DataError(
-            f"{path}: {has_too_few.sum()} records have fewer than num_hard_negatives="
-            f"{num_hard_negatives} negatives, and the passages that would be added have no teacher "
-            "score (set missing_negatives=drop, or lower num_hard_negatives)"
-        )
     num_rows = int(rows_per_record.sum())
     report.refuse_if_nothing_left(path, num_rows, "training pairs")
     rows = None  # saves memory if row i is simply record i
@@ -227,28 +212,18 @@ def load_training_data(
     if num_hard_negatives:
         parts += [hashes["negatives"], num_hard_negatives, int(num_negatives.max())]
         parts.append(missing_negatives if has_too_few.any() else None)
-    if teacher_scores:
-        parts.append(hashes["scores"])
 
     transform = EpochSampling(
-        stored.select_columns(["query", "positives", "negatives", "scores"]),
+        stored.select_columns(["query", "positives", "negatives"]),
         num_hard_negatives,
         positives == "draw",
         rows,
         collect_known_positives(pairs),
-        teacher_scores,
     )
     # The columns share one buffer of row numbers, which the transform replaces by texts. Without a
     # fingerprint, datasets would copy the table to hash it.
     numbers = pa.table(dict.fromkeys(transform.columns, pa.array(np.arange(num_rows))))
     dataset = Dataset(numbers, fingerprint=f"{num_rows} rows").with_transform(transform)
-    unused = []
-    if num_hard_negatives == 0 and has_negatives:
-        unused.append("its hard negatives are not used (num_hard_negatives=0)")
-    # The scores in published files of DPR are BM25 scores, not those of a teacher.
-    has_scores = source.data_format != "dpr" and column("scores").null_count < len(stored)
-    if has_scores and not teacher_scores:
-        unused.append("its scores are not used (if they are a teacher's, set distill)")
     return TrainingData(
         dataset,
         str(path),
@@ -258,7 +233,7 @@ def load_training_data(
         transform,
         pairs,
         has_negatives,
-        unused,
+        has_unused_negatives=num_hard_negatives == 0 and has_negatives,
     )
 
 
@@ -283,10 +258,13 @@ class TrainingSets:
         return {"fingerprint": self.fingerprint, "sets": sets}
 
     def summary(self) -> str:
-        """Return a line for each set: the counts of its records, unused negatives and scores."""
+        """Return a line for each set: the counts of its records, and unused negatives."""
         lines = []
         for name, part in self.parts.items():
-            lines.append("; ".join([f"{name}: {part.report.summary()}", *part.unused]))
+            line = f"{name}: {part.report.summary()}"
+            if part.has_unused_negatives:
+                line += "; its hard negatives are not used (num_hard_negatives=0)"
+            lines.append(line)
         return "\n".join(lines)
 
 

@@ -11,6 +11,7 @@ import json
 import os
 import re
 from collections.abc import Iterator, Mapping, Sequence
+from itertools import compress
 from pathlib import Path
 from typing import Any, Literal, NamedTuple, cast, get_args
 
@@ -58,7 +59,7 @@ _SAVED_DATASET_FILES = ("state.json", "dataset_dict.json")
 
 _HUB_NAME = r"([\w.-]+/)?[\w-]+(\.[0-9][\w.-]*)?(:[\w.-]+)?"
 
-_CACHE_VERSION = 17
+_CACHE_VERSION = 18
 """Version of the readers and the stored records. Increase it when either changes, so that records
 of an older version are not used."""
 
@@ -71,11 +72,6 @@ _USUAL_NAMES = {
     "negative_ctxs",
     # Title of the positives that are plain texts. A passage object has its own "title".
     "title": "title",
-    # Teacher scores, in one list for all positives and then all negatives, or in one list for the
-    # positives and another for the negatives. A passage object may have its own "score" instead.
-    "scores": "scores",
-    "positive_scores": "positive_scores positive_score pos_scores",
-    "negative_scores": "negative_scores neg_scores",
     # Score or label of a pair, or a list of them for a list of passages. It is a match if the score
     # is at least `min_score`. These names are compared without case, blanks and underscores.
     "score": "score label labels relevance relevant is_relevant rel match is_match similarity "
@@ -89,7 +85,6 @@ FlagEmbedding, Tevatron (src/tevatron/retriever/dataset.py), and sentence-transf
 pairs.
 """
 
-TEACHER_SCORES_REMEDY = "contaccum mine --cross_encoder writes scores"
 # Words that files have in place of the labels 1 and 0, after `_fold`.
 _WORDS_FOR_NUMBERS = {
     **dict.fromkeys(("true", "yes", "relevant", "positive", "match"), 1),
@@ -117,14 +112,12 @@ CORPUS_FIELDS = {
 class Record(NamedTuple):
     """A query and its passages, each once, in the order of the file.
 
-    Passages are texts, each "title text". Teacher ``scores`` are those of the positives and then of
-    the negatives; None unless each passage has one.
+    Passages are texts, each "title text".
     """
 
     query: str
     positives: list[str]
     negatives: list[str]
-    scores: list[float] | None = None
 
 
 class Passage(NamedTuple):
@@ -319,10 +312,6 @@ def read_records(
     return source.records(report or RecordReport())
 
 
-ScoredText = tuple[str, Any]
-"""The text of a passage, and the unparsed value of its field "score", or None."""
-
-
 class RecordSource:
     """A file, folder or dataset of training records, whose format is known.
 
@@ -330,9 +319,7 @@ class RecordSource:
     the fields were chosen for each record, a record that lacks "positive" but has a field "text"
     could silently get a wrong positive.
 
-    The arguments and errors are those of `read_records`. With ``needs_scores``, for distillation, a
-    record in which a passage lacks a teacher score (the relevance score of a stronger model, such
-    as a cross-encoder) is a bad record.
+    The arguments and errors are those of `read_records`.
     """
 
     def __init__(
@@ -341,7 +328,6 @@ class RecordSource:
         data_format: str | None = None,
         split: str = "train",
         columns: Columns = None,
-        needs_scores: bool = False,
         min_score: float | None = None,
     ) -> None:
         check_choice("data_format", data_format, (None, *DATA_FORMATS))
@@ -349,17 +335,15 @@ class RecordSource:
         self._columns = parse_columns(columns)
         self.data_format = cast(DataFormat, data_format or sniff_format(self.path, self._columns))
         self._split = split
-        self._needs_scores = needs_scores
         self._min_score = min_score
         self._first_record: Record | None = None
         self._unused_fields: list[str] = []
         self.num_generated = 0  # used records that name what has generated them
         self._chosen: tuple[str, str] | None = None  # names of the query's and positive's fields
         self._names = _list_names(FIELDS, self._columns)
-        if self.data_format == "beir" and (self._columns or min_score is not None or needs_scores):
+        if self.data_format == "beir" and (self._columns or min_score is not None):
             raise ConfigError(
-                f"{self.path}: BEIR data have no fields for data_columns, min_score or distill "
-                f"({TEACHER_SCORES_REMEDY})"
+                f"{self.path}: BEIR data have no fields for data_columns or min_score"
             )
 
     def records(self, report: RecordReport, rows: Rows | None = None) -> Iterator[Record]:
@@ -406,7 +390,7 @@ class RecordSource:
     def describe_first_record(self) -> str:
         """Return one line for the user: the first texts of the first record, and unused fields."""
         assert self._first_record is not None, "no record has been read"
-        query, positives, negatives, _ = self._first_record
+        query, positives, negatives = self._first_record
         line = f"the first record is query={quoted(query)}"
         for name, texts in (("positive", positives), ("negative", negatives)):
             more = f" and {len(texts) - 1} more" if len(texts) > 1 else ""
@@ -440,12 +424,11 @@ class RecordSource:
             file_states,
             (path_without_files, self.data_format, self._split, self._columns),
             *settings,
-            self._needs_scores,
             self._min_score,
         )
 
     def _parse(self, row: Mapping[str, Any]) -> Record | None:
-        """Return the texts and scores of a row; None for a pair below `min_score`."""
+        """Return the texts of a row; None for a pair below `min_score`."""
         chosen = self._chosen or (
             self._choose_field("query", row),
             self._choose_field("positive", row),
@@ -468,7 +451,7 @@ class RecordSource:
             numbered_fields = [name for name in row if re.fullmatch("negative_[0-9]+", name)]
             # By length first, so that negative_10 comes after negative_9.
             numbered_fields.sort(key=lambda name: (len(name), name))
-        negatives: list[ScoredText] = []
+        negatives: list[str] = []
         for fields in (numbered_fields, *([name] for name in self._names["negatives"])):
             for name in fields:
                 if row.get(name) is not None:
@@ -476,18 +459,10 @@ class RecordSource:
             if negatives:
                 break
 
-        scores = self._parse_teacher_scores(row, passages, negatives)
-        if scores is None and self._needs_scores:
-            detail = f"distill needs a number for each of its passages; {TEACHER_SCORES_REMEDY}"
-            raise Fault("no teacher scores", detail)
-        # A positive or negative that is listed twice counts once, with its first score.
-        is_match += [False] * len(negatives)
-        positives: dict[str, int] = {}  # {text: position of its first score}
-        others: dict[str, int] = {}
-        for position, (text, _) in enumerate(passages + negatives):
-            (positives if is_match[position] else others).setdefault(text, position)
-        if scores is not None:
-            scores = [scores[position] for position in (*positives.values(), *others.values())]
+        # A passage that is listed twice counts once.
+        positives = dict.fromkeys(compress(passages, is_match))
+        others = [text for text, matches in zip(passages, is_match, strict=True) if not matches]
+        negatives = list(dict.fromkeys(others + negatives))
         if self._chosen is None:
             self._chosen = chosen  # the first usable record decides for all others
             used_names = {"", *chosen, *numbered_fields}
@@ -498,7 +473,7 @@ class RecordSource:
                     used_names.update(names)
             self._unused_fields = [name for name in row if name not in used_names]
         self.num_generated += row.get(GENERATED_BY) is not None
-        return Record(query, list(positives), list(others), scores)
+        return Record(query, list(positives), negatives)
 
     def _choose_field(self, role: str, row: Mapping[str, Any]) -> str:
         present_names = [name for name in self._names[role] if name in row]
@@ -564,27 +539,6 @@ class RecordSource:
             raise _make_missing_field_fault("score", self._names["score"], row, "data_columns")
         return is_match
 
-    def _parse_teacher_scores(
-        self, row: Mapping[str, Any], positives: list[ScoredText], negatives: list[ScoredText]
-    ) -> list[float] | None:
-        """Return the scores of positives and then negatives; None unless all are numbers."""
-        values = get_first_value(row, self._names["scores"])
-        if not isinstance(values, list) or len(values) != len(positives) + len(negatives):
-            values = []
-            for role, passages in (("positive_scores", positives), ("negative_scores", negatives)):
-                scores = get_first_value(row, self._names[role])
-                if scores is None:  # the passages may be objects with a score
-                    scores = [score for _, score in passages]
-                elif not isinstance(scores, list):
-                    scores = [scores]
-                if len(scores) != len(passages):
-                    return None
-                values += scores
-        try:
-            return [parse_number(value) for value in values]
-        except Fault:
-            return None
-
 
 def _list_names(
     fields: Mapping[str, Sequence[str]], columns: Mapping[str, str]
@@ -606,15 +560,15 @@ def _make_missing_field_fault(
     return Fault(f"missing {role}", detail, f"rename a column, or set --{option} {role}=NAME")
 
 
-def _parse_passages(value: Any, field_name: str, title: str = "") -> list[ScoredText]:
+def _parse_passages(value: Any, field_name: str, title: str = "") -> list[str]:
     """Return the passages of a field: a text, an object {"title", "text"}, or a list of these.
 
     ``title`` is the title of the passages that are texts. Raises `Fault` for other values.
     """
-    passages: list[ScoredText] = []
+    passages: list[str] = []
     for item in value if isinstance(value, list) else [value]:
         if not isinstance(item, dict):
-            passages.append((passage_text(title, parse_text(item, field_name)), None))
+            passages.append(passage_text(title, parse_text(item, field_name)))
             continue
         if "text" not in item:
             raise Fault(f"missing {field_name} text")
@@ -623,7 +577,7 @@ def _parse_passages(value: Any, field_name: str, title: str = "") -> list[Scored
         text = passage_text(own_title, text)
         if not text:
             raise Fault(f"empty {field_name} text")
-        passages.append((text, item.get("score")))
+        passages.append(text)
     return passages
 
 

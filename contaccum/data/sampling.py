@@ -14,7 +14,6 @@ positive of a query, is never a negative of this query.
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass
 from functools import partial
 from hashlib import blake2b
 from typing import TYPE_CHECKING, Any
@@ -26,7 +25,6 @@ from contaccum.errors import ConfigError, DataError
 
 if TYPE_CHECKING:
     from datasets import Dataset
-    from torch import Tensor
 
 LABELS = ("label", "labels", "score", "scores", "dataset_name")
 """Columns that sentence-transformers does not treat as texts."""
@@ -49,12 +47,11 @@ class EpochSampling:
         rows: number of the record and index of the positive for each of the N rows, int64 (N, 2);
             None: row i has the first positive of record i.
         known_positives: see `collect_known_positives`.
-        has_teacher_scores: True to put teacher scores into the labels.
 
     Attributes:
         columns: the text columns of a row: "query", "positive", "negative_1" .. "negative_h".
-        has_text_ids: True to put the texts' ids into the labels. It is True from the start if there
-            are known positives, which the loss finds by id.
+        has_text_ids: True to give rows a label with the ids of their texts, int64. It is True from
+            the start if there are known positives, which the loss finds by id.
     """
 
     def __init__(
@@ -64,7 +61,6 @@ class EpochSampling:
         draws_positive: bool,
         rows: np.ndarray | None = None,
         known_positives: np.ndarray | None = None,
-        has_teacher_scores: bool = False,
     ) -> None:
         self._records = records
         self._num_negatives = num_hard_negatives
@@ -74,7 +70,6 @@ class EpochSampling:
         self.columns = ("query", "positive", *negative_columns)
         self.known_positives = known_positives
         self.has_text_ids = known_positives is not None
-        self._has_teacher_scores = has_teacher_scores
         # Seed and epoch are in shared memory, so that the workers of a data loader see a new epoch.
         import torch
 
@@ -106,7 +101,7 @@ class EpochSampling:
         """Replace the row numbers in the text columns of a batch, {column: values}, by texts.
 
         Other columns are returned unchanged. A column "label" is added if the batch has the columns
-        "query" and "positive", and text ids or teacher scores belong into it.
+        "query" and "positive", and `has_text_ids` is True.
 
         Raises:
             ConfigError: for other columns without query or positive, which was renamed or removed:
@@ -129,26 +124,18 @@ class EpochSampling:
             if self._draws_positive and num_positives > 1:
                 positive_index = int(rng.integers(num_positives))
             positive = record.positives[positive_index]
-            order = list(range(len(record.negatives)))
-            if len(order) > self._num_negatives:
-                order = rng.permutation(len(order))[: self._num_negatives].tolist()
-            negatives = [record.negatives[index] for index in order]
+            negatives = record.negatives
+            if len(negatives) > self._num_negatives:
+                order = rng.permutation(len(negatives))[: self._num_negatives]
+                negatives = [negatives[index] for index in order]
             if len(negatives) < self._num_negatives:
                 negatives = self._fill_negatives(rng, record.query, positive, negatives)
             row = dict(zip(self.columns, (record.query, positive, *negatives), strict=True))
             for name in text_columns:
                 sampled[name].append(row[name])
-            ids: list[int] = []
             if self.has_text_ids:
-                ids = text_ids(row[name] for name in text_columns).tolist()
-            scores: list[float] = []
-            if self._has_teacher_scores and record.scores is not None:
-                indices = [positive_index, *(num_positives + index for index in order)]
-                index_of_column = dict(zip(self.columns[1:], indices, strict=True))
-                passages = [name for name in text_columns if name != "query"]
-                scores = [record.scores[index_of_column[name]] for name in passages]
-            labels.append(encode(ids, scores))
-        if has_pair and (self.has_text_ids or self._has_teacher_scores):
+                labels.append(text_ids(row[name] for name in text_columns).tolist())
+        if has_pair and self.has_text_ids:
             sampled["label"] = labels
         return {**sampled, **other_columns}
 
@@ -282,69 +269,10 @@ def collect_known_positives(pairs: np.ndarray) -> np.ndarray | None:
     return distinct_pairs[rows] if len(rows) else None
 
 
-# sentence-transformers passes one tensor of labels to a loss, so everything that a loss needs
-# besides the texts is in one column. With c text columns (query, positive, negatives), a row's
-# label is one of these:
-#
-# | content | value of a row | shape of a batch |
-# |---|---|---|
-# | text ids | list of c ints | int64 (n, c) |
-# | teacher scores | list of c - 1 floats | float (n, c - 1) |
-# | text ids, teacher scores | list of c + (c - 1) ints | int64 (n, 2 c - 1) |
-#
-# A tensor has one dtype, so scores beside ids are stored as the 32 bits of a float32, read as an
-# integer.
-
-
-@dataclass(frozen=True)
-class Labels:
-    """Decoded labels of a batch of n rows with c text columns; None for a missing part.
-
-    Attributes:
-        text_ids: ids of query, positive and negatives, int64 (n, c).
-        teacher_scores: scores of positive and negatives, (n, c - 1).
-    """
-
-    text_ids: Tensor | None = None
-    teacher_scores: Tensor | None = None
-
-
-def encode(
-    text_ids: Sequence[int] = (), teacher_scores: Sequence[float] = ()
-) -> list[int] | list[float]:
-    """Encode the label of one row: ids of its c texts, scores of its c - 1 passages, or both."""
-    if not teacher_scores:
-        return list(text_ids)
-    if not text_ids:
-        return list(teacher_scores)
-    bits = np.array(teacher_scores, dtype=np.float32).view(np.int32)
-    return [*text_ids, *bits.tolist()]
-
-
-def are_text_ids(ids: Tensor) -> bool:
+def are_text_ids(ids: Any) -> bool:
     """Return False if all ids are small integers, such as classes or row numbers.
 
     Text ids are 64-bit hashes. Those of a single pair are all below 2^48 with a probability of
     1e-9.
     """
     return bool((ids.abs() >= _LEAST_HASH).any())
-
-
-def decode(labels: Tensor | None, num_columns: int) -> Labels:
-    """Decode the text ids and teacher scores in the labels of a batch with c text columns.
-
-    Labels of another shape or dtype come from a user's own data set; they decode to None.
-    """
-    if labels is None or labels.ndim != 2:
-        return Labels()
-    width = labels.shape[1]
-    if width == num_columns - 1:
-        return Labels(teacher_scores=labels)
-    import torch
-
-    if labels.dtype != torch.int64 or width not in (num_columns, 2 * num_columns - 1):
-        return Labels()
-    if width == num_columns:
-        return Labels(text_ids=labels)
-    bits = labels[:, num_columns:].to(torch.int32)
-    return Labels(labels[:, :num_columns], teacher_scores=bits.view(torch.float32))

@@ -31,7 +31,7 @@ import re
 from collections import Counter
 from collections.abc import Container, Iterable, Mapping, Sequence, Set
 from dataclasses import asdict, dataclass, fields
-from itertools import chain, compress, count
+from itertools import chain, count
 from pathlib import Path
 from typing import Any, Literal, get_args
 
@@ -269,8 +269,6 @@ def split_data(
     if corpus_columns and corpus is None:
         raise ConfigError("corpus_columns: there is no corpus (drop it, or give a corpus)")
     records = list(data.records(report))
-    if data.data_format == "dpr":  # their scores are those of BM25
-        records = [record._replace(scores=None) for record in records]
     own_test = None
     given_documents = None
     if data.data_format == "beir" and any(data.path.glob("qrels/test.tsv*")):
@@ -727,12 +725,8 @@ def _collect_passages(records: Iterable[Record]) -> dict[str, str]:
 
 def _remove_negatives(record: Record, passages: Set[str]) -> Record:
     """Return a record without the hard negatives whose normalised text is in `passages`."""
-    is_allowed = [normalise(negative) not in passages for negative in record.negatives]
-    scores = record.scores
-    if scores is not None:
-        is_kept = [True] * len(record.positives) + is_allowed
-        scores = list(compress(scores, is_kept))
-    return record._replace(negatives=list(compress(record.negatives, is_allowed)), scores=scores)
+    negatives = [text for text in record.negatives if normalise(text) not in passages]
+    return record._replace(negatives=negatives)
 
 
 def _hash_text(text: str) -> str:
@@ -752,8 +746,6 @@ def _format_record(record: Record) -> str:
     content["positive"] = positives[0] if len(positives) == 1 else positives
     if record.negatives:
         content["negatives"] = record.negatives
-    if record.scores is not None:
-        content["scores"] = record.scores
     return json.dumps(content, ensure_ascii=False) + "\n"
 
 

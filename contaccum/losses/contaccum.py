@@ -36,17 +36,15 @@ from torch import Tensor, nn
 
 from contaccum.bank.info_nce import BankedInfoNCE
 from contaccum.bank.logits import PositivesTable
-from contaccum.data.sampling import are_text_ids, decode
+from contaccum.data.sampling import are_text_ids
 from contaccum.distributed import gather_states, rank, world_size
 from contaccum.encoders.dual_encoder import SIMILARITY_NAMES
 from contaccum.errors import ConfigError, check_choice, warn_once
-from contaccum.losses.distillation import Distillation
 from contaccum.losses.model_loss import ModelLoss
 from contaccum.losses.probe import EncoderProbe
 from contaccum.losses.text_ids import combine_ids, content_ids
 from contaccum.settings import (
     DEFAULT_BANK_SIZE,
-    DistillationSettings,
     InfoNCESettings,
     LossSettings,
     Similarity,
@@ -79,7 +77,7 @@ class _Model:
 
 
 @dataclass(frozen=True, eq=False)
-class LossKeywords(DistillationSettings, LossSettings, _Model):
+class LossKeywords(LossSettings, _Model):
     """Arguments of `ContAccumLoss`: settings, and what only its caller has.
 
     Those before KW_ONLY may be given by position, in the order of MultipleNegativesRankingLoss.
@@ -128,9 +126,8 @@ class ContAccumLoss(ModelLoss):
 
     Inputs:
         (anchor, positive) pairs or (anchor, positive, negative_1, ..., negative_h) tuples;
-        labels: None; or ids of the texts, int64 (n, 2 + h), hashes from
-            `contaccum.data.sampling.text_ids`; or a teacher's scores of the positive and the h
-            negatives, float (n, 1 + h); or ids, then scores. See `contaccum.data.sampling`.
+        labels: None, or ids of the texts, int64 (n, 2 + h), hashes from
+            `contaccum.data.sampling.text_ids`.
 
     Relations:
         - With ``bank_size=0`` and a batch without duplicates, the loss equals
@@ -179,15 +176,6 @@ class ContAccumLoss(ModelLoss):
             **select(keywords, InfoNCESettings),
         )
         self.settings = settings
-        self.distillation: Distillation | None = None
-        if keywords.distill is not None:
-            self.distillation = Distillation(
-                keywords.distill,
-                keywords.distill_weight,
-                keywords.distill_temperature,
-                settings.similarity,
-                keywords.scale,
-            )
         # For evaluation, whose loss must not depend on what was trained last. Without a bank, there
         # is no bank of queries either.
         settings_without_bank = dataclasses.replace(settings, bank_size=0, query_bank_size=None)
@@ -249,12 +237,11 @@ class ContAccumLoss(ModelLoss):
         self._encode_probe_if_due(features)
         ids = self._compute_ids(features, labels)
         embeddings = embed_columns(self.model, features)  # (n, d) of each column
-        return self.compute_loss_from_embeddings(embeddings, labels, ids)
+        return self.compute_loss_from_embeddings(embeddings, ids)
 
     def compute_loss_from_embeddings(
         self,
         embeddings: list[Tensor],
-        labels: Tensor | None = None,
         ids: Sequence[Tensor | None] | None = None,
     ) -> Tensor:
         """Compute the loss of embedded columns.
@@ -263,7 +250,6 @@ class ContAccumLoss(ModelLoss):
 
         Args:
             embeddings: anchors, positives and any number of hard negatives, (n, d) each.
-            labels: as in `forward`; only teacher scores are used here.
             ids: ids of the texts of each column: int64 (n, 2), a label id and a hash of the tokens,
                 from `combine_ids`; or (n,), the hashes of `content_ids` alone, by which no
                 positives of `set_known_positives` are found. Without ids no duplicates are masked.
@@ -276,10 +262,7 @@ class ContAccumLoss(ModelLoss):
         # BankedInfoNCE takes queries, positives and negatives, then the ids of each of the three.
         columns = _stack_negatives(embeddings)  # (n, d), (n, d), (n, h, d)
         ids_of_columns = _stack_negatives(ids)  # (n, 2), (n, 2), (n, h, 2)
-        loss = loss_fn(*columns, *ids_of_columns)
-        if self.distillation is not None and self._is_training:
-            loss = loss + self.distillation(embeddings, labels)
-        return loss
+        return loss_fn(*columns, *ids_of_columns)
 
     def _require_columns(self, features: list[dict[str, Any]]) -> None:
         if len(features) < 2:
@@ -320,8 +303,12 @@ class ContAccumLoss(ModelLoss):
     ) -> list[Tensor | None]:
         """Compute for each column the ids of its texts, int64 (n, 2); see `combine_ids`."""
         name = type(self).__name__
-        decoded = decode(labels, len(features))
-        label_ids = decoded.text_ids
+        label_ids = labels
+        if labels is not None and (
+            labels.dtype != torch.int64 or labels.shape != (len(labels), len(features))
+        ):
+            label_ids = None  # from a data set of the user's own
+            warn_once(f"{name} does not use the label or score column of the data: remove it")
         if label_ids is not None and not self._has_seen_ids:
             # Only once, because reading the result stops a GPU's queue.
             if not are_text_ids(label_ids):
@@ -331,13 +318,6 @@ class ContAccumLoss(ModelLoss):
                     'example with dataset.remove_columns("label")'
                 )
             self._has_seen_ids = True
-        has_scores = decoded.teacher_scores is not None
-        is_unknown_label = labels is not None and label_ids is None and not has_scores
-        if is_unknown_label or (has_scores and self.distillation is None):
-            warn_once(
-                f"{name} does not use the label or score column of the data: to learn from teacher "
-                "scores, set distill; otherwise remove the column"
-            )
         ids_of_columns: list[Tensor | None] = []
         for index, column in enumerate(features):
             column_ids = None if label_ids is None else label_ids[:, index]  # (n,)
@@ -414,13 +394,9 @@ class ContAccumLoss(ModelLoss):
     def last(self) -> dict[str, Any]:
         """Diagnostics of the last call in training, of the largest embedding size.
 
-        See `BankedInfoNCE.last`. With ``distill`` they include ``distill_loss``, the unweighted
-        term (with several sizes, that of the last one computed).
+        See `BankedInfoNCE.last`.
         """
-        diagnostics = {} if self.info_nce is None else dict(self.info_nce.last)
-        if self.distillation is not None and self.distillation.last is not None:
-            diagnostics["distill_loss"] = self.distillation.last
-        return diagnostics
+        return {} if self.info_nce is None else dict(self.info_nce.last)
 
     # The state ------------------------------------------------------------------------------------
 
@@ -491,10 +467,6 @@ class ContAccumLoss(ModelLoss):
         for name, value in dataclasses.asdict(self.settings).items():
             if name not in ("temperature", "similarity"):
                 config[name] = value
-        if self.distillation is not None:
-            config["distill"] = self.distillation.kind
-            config["distill_weight"] = self.distillation.weight
-            config["distill_temperature"] = self.distillation.temperature
         return config
 
     @property
@@ -567,11 +539,10 @@ class CachedContAccumLoss(CachedLossMixin, ContAccumLoss):
         features = list(sentence_features)
         self._require_columns(features)
         self._encode_probe_if_due(features)
-        text_ids = self._compute_ids(features, labels)
-        # `forward_cached` of CachedLossMixin calls `calculate_loss` and passes on its second
-        # argument unchanged, so a tuple can carry more than labels.
-        loss_inputs: Any = (labels, text_ids)
-        return self.forward_cached(features, loss_inputs)
+        # `forward_cached` of CachedLossMixin passes its second argument to `calculate_loss`
+        # unchanged, so ids can take the place of labels.
+        ids: Any = self._compute_ids(features, labels)
+        return self.forward_cached(features, ids)
 
     def embed_minibatch(self, *args: Any, **kwargs: Any) -> Any:
         """Embed a mini-batch as CachedLossMixin does, and cast the result to at least float32.
@@ -589,14 +560,11 @@ class CachedContAccumLoss(CachedLossMixin, ContAccumLoss):
         """Compute the detached loss of an encoded batch, and set ``grad`` in ``reps`` if asked to.
 
         CachedLossMixin calls this method, and defines the names of its arguments: ``reps`` has for
-        each column the embeddings of its mini-batches, (mini-batch, d) each, and ``labels`` is the
-        tuple that `forward` passes (labels, text ids), or None.
+        each column the embeddings of its mini-batches, (mini-batch, d) each, and ``labels`` are the
+        ids of the texts of each column, or None.
         """
         embeddings = [torch.cat(mini_batches) for mini_batches in reps]  # (n, d) of each column
-        loss_inputs: tuple[Any, ...] = ()
-        if labels is not None:
-            loss_inputs = labels
-        loss = self.compute_loss_from_embeddings(embeddings, *loss_inputs)
+        loss = self.compute_loss_from_embeddings(embeddings, labels)
         if with_backward:
             all_mini_batches = list(itertools.chain.from_iterable(reps))
             loss.backward(inputs=all_mini_batches)

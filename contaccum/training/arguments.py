@@ -24,7 +24,6 @@ from contaccum.settings import (
     DEFAULT_TEMPERATURE,
     WITH_BANK,
     WITH_CACHE,
-    DistillationSettings,
     LossSettings,
     MethodSettings,
     SimilaritySettings,
@@ -39,7 +38,6 @@ if TYPE_CHECKING:
     # For type checkers and editors, which do not run `extend_arguments`.
     @dataclass
     class _Arguments(  # type: ignore[misc]  # the settings are frozen, these arguments are not
-        DistillationSettings,
         SimilaritySettings,
         LossSettings,
         MethodSettings,

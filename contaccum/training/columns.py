@@ -87,11 +87,6 @@ def check_columns(args: ContAccumTrainingArguments, loss: Any, columns: Columns)
             )
         if len(column_names) > 2:
             continue
-        if args.distill:
-            raise ConfigError(
-                f"distill={args.distill} with no hard negatives in {data}: add hard negatives, or "
-                "drop distill"
-            )
         if has_no_bank and is_single_pair:
             raise ConfigError(
                 f"method={args.method} with per_device_train_batch_size=1 and no hard negatives in "

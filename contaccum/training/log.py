@@ -52,7 +52,6 @@ _MIN_AGED_MASS = 0.02  # softmax mass of an old banked negative / mass of a fres
 _DIAGNOSTICS = (
     "masked",
     "embedding_spread",
-    "distill_loss",
     "columns",
     "bank_age",
     "in_batch_mass",

@@ -156,7 +156,6 @@ def try_micro_batch(
         # Ranks may run out of memory at different sizes, so a trial must not wait for other ranks
         # to gather their embeddings.
         module.settings = dataclasses.replace(module.settings, gather_across_devices=False)
-        module.distillation = None  # the rows of a trial have no teacher scores
     set_mini_batch_size(trial_loss, size)
     optimizer_states = []
     for parameter in model.parameters():

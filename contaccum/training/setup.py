@@ -49,7 +49,6 @@ def load_data(settings: Settings) -> TrainingSets:
     return load_training_sets(
         parse_training_sets(settings.train_data, common),
         on_bad_record=settings.on_bad_record,
-        teacher_scores=settings.distill is not None,
     )
 
 

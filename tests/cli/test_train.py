@@ -83,8 +83,8 @@ def test_evaluation_during_training_is_logged_and_recorded(places, train, tmp_pa
         ({"output_dir": "{places}/pairs.jsonl"}, "cannot be written"),
         (
             # A folder without a model: the data are read before the model is loaded.
-            {"distill": "kl", "num_hard_negatives": 1, "model": "{places}"},
-            "pairs.jsonl:1",
+            {"num_hard_negatives": 1, "model": "{places}"},
+            "pairs.jsonl: no record has a negative",
         ),
     ],
 )
@@ -130,23 +130,6 @@ def test_docs_example_of_several_sets_trains(places, train, tmp_path, monkeypatc
     data = json.loads(Path("out/identity.json").read_text())["data"]
     num_rows = {name: data_set["rows"] for name, data_set in data["sets"].items()}
     assert num_rows == {"pairs": 20, "faq": 20, "mined": 20}
-
-
-def test_distillation_trains_on_scored_negatives(train, tmp_path):
-    texts = zip(*(sentences(20, seed) for seed in range(4)), strict=True)
-    rows = [
-        # Scores of the positive and the two negatives.
-        {"query": query, "positive": positive, "negatives": negatives, "scores": [3, 1, 0.5]}
-        for query, positive, *negatives in texts
-    ]
-    keys = {
-        "train_data": write_lines(tmp_path / "scored.jsonl", rows),
-        "num_hard_negatives": 2,
-        "max_steps": 2,
-    }
-    assert train(tmp_path / "out", **keys, distill="kl") == 0
-    for line in read_lines(tmp_path / "out" / "train_log.jsonl"):
-        assert line["distill_loss"] > 0
 
 
 @pytest.mark.long

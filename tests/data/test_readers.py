@@ -128,8 +128,8 @@ def test_columns_are_a_mapping_words_or_an_object(columns):
 
 
 def test_a_negative_that_a_record_lists_twice_counts_once(file):
-    path = file({**PAIR, "negatives": ["n", "m", "n"], "scores": [9, 3, 2, 1]})
-    assert read(path)[0] == [Record("q", ["p"], ["n", "m"], [9, 3, 2])]
+    path = file({**PAIR, "negatives": ["n", "m", "n"]})
+    assert read(path)[0] == [Record("q", ["p"], ["n", "m"])]
     data = load_training_data(path, num_hard_negatives=2, missing_negatives="drop")
     assert len(data.dataset) == 1
     with pytest.raises(DataError, match="no training pairs left"):
@@ -395,12 +395,6 @@ def test_a_pair_with_label_0_is_no_match(file, name, label):
         ({"Is Relevant": ["no", "no", "yes"]}, None, Record("q", ["c"], ["a", "b"])),
         ({"rating": [3, 1, 2]}, 2, Record("q", ["a", "c"], ["b"])),
         ({"label": [0, 1, 0], "neg": ["n", "c"]}, None, Record("q", ["b"], ["a", "c", "n"])),
-        # Teacher scores are in the order of the passages.
-        (
-            {"label": [0, 1, 0], "scores": [5, 9, 7]},
-            None,
-            Record("q", ["b"], ["a", "c"], [9, 5, 7]),
-        ),
         ({"labels": ["sports", "news"]}, None, Record("q", ["a", "b", "c"], [])),
         ({"label": 1}, None, Record("q", ["a", "b", "c"], [])),
     ],
@@ -492,15 +486,10 @@ def test_data_with_negatives_of_sentence_transformers_are_read(
     mined.to_parquet(tmp_path / "mined.parquet")
     records, _ = read(tmp_path / "mined.parquet", columns=columns, min_score=min_score)
     assert {record.query for record in records} == set(words)
-    for query, positives, negatives, _ in records:
+    for query, positives, negatives in records:
         assert positives == [f"{query} {query}"]
         assert len(negatives) == num_negatives
         assert set(negatives) <= set(pairs["answer"]) - set(positives)
-
-
-def test_a_label_that_holds_teacher_scores_is_not_a_match_label(file):
-    records, _ = read(file({**PAIR, "label": 0}), columns={"positive_scores": "label"})
-    assert [record.query for record in records] == ["q"]
 
 
 @pytest.mark.parametrize("label", ["score", "label"])

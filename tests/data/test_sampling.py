@@ -9,16 +9,12 @@ from typing import Any
 
 import numpy as np
 import pytest
-import torch
 from data_files import ids, put_lines
 from datasets import Dataset, DatasetDict
 from torch.utils.data import DataLoader
 
 from contaccum.data.dataset import TrainingData, load_training_data
 from contaccum.data.sampling import (
-    Labels,
-    decode,
-    encode,
     first_texts,
     get_samplings,
 )
@@ -242,37 +238,3 @@ def test_unknown_ways_to_sample_are_refused(tmp_path, settings):
     path = put_lines(tmp_path / "a.jsonl", {"query": "q", "positive": "p"})
     with pytest.raises(ConfigError, match=next(iter(settings))):
         load_training_data(path, **settings)
-
-
-# The label column: rows that are encoded are decoded as a batch, foreign labels are not read.
-
-IDS = [[2**63 - 1, -(2**63), 0], [1, -2, 3]]
-SCORES = [[0.1, -7.25], [3e8, -0.0]]
-NUM_COLUMNS = 3
-
-
-def test_ids_and_scores_survive_encoding_bit_for_bit():
-    rows = [encode(ids, scores) for ids, scores in zip(IDS, SCORES, strict=True)]
-    labels = decode(torch.tensor(rows), NUM_COLUMNS)
-    assert labels.text_ids.tolist() == IDS
-    # Bits, because -0.0 == 0.0
-    bits = labels.teacher_scores.view(torch.int32)
-    assert torch.equal(bits, torch.tensor(SCORES).view(torch.int32))
-
-
-def test_ids_or_scores_alone_are_decoded_as_what_they_are():
-    ids = decode(torch.tensor([encode(text_ids=row) for row in IDS]), NUM_COLUMNS)
-    assert ids.text_ids.tolist() == IDS
-    assert ids.teacher_scores is None
-    scores = decode(torch.tensor([encode(teacher_scores=row) for row in SCORES]), NUM_COLUMNS)
-    assert torch.equal(scores.teacher_scores, torch.tensor(SCORES))
-    assert scores.text_ids is None
-
-
-@pytest.mark.parametrize(
-    "labels",
-    [None, torch.rand(5), torch.rand(5, NUM_COLUMNS), torch.ones(5, 9, dtype=torch.int64)],
-    ids=["no labels", "one number a row", "floats in place of ids", "another width"],
-)
-def test_labels_of_a_users_own_data_set_are_not_read(labels):
-    assert decode(labels, NUM_COLUMNS) == Labels()

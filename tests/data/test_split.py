@@ -340,12 +340,10 @@ def test_a_large_group_stays_on_one_side(tmp_path):
 
 
 def test_held_out_positives_are_no_hard_negatives_in_training(tmp_path):
-    """Their teacher scores are removed with them."""
     records = make_pairs(40)
     for number, record in enumerate(records):
         next_record = records[(number + 1) % len(records)]
         record["negatives"] = [next_record["positive"].upper(), f"never {number}"]
-        record["scores"] = [3.0, 2.0, 1.0]  # of the positive and of both negatives
     split = split_records(tmp_path, records)
     sides = read_sides(tmp_path / "split")
     held_out = set(sides["dev"].passages + sides["test"].passages)
@@ -354,7 +352,6 @@ def test_held_out_positives_are_no_hard_negatives_in_training(tmp_path):
         negatives = row["negatives"]
         assert held_out.isdisjoint(map(str.lower, negatives))
         assert negatives[-1].startswith("never")
-        assert row["scores"] == ([3.0, 2.0, 1.0] if len(negatives) == 2 else [3.0, 1.0])
         num_left_out += 2 - len(negatives)
     assert split.negatives_left_out == num_left_out > 0
 
@@ -684,22 +681,6 @@ def test_an_empty_side_is_refused(tmp_path, sizes, fold, empty_side):
         split_records(tmp_path, pairs, future="new", fold=fold, **sizes)
     split_records(tmp_path, pairs, future="new", fold=fold, **{**sizes, empty_side: 24})
     assert all(texts.queries for texts in read_sides(tmp_path / "split").values())
-
-
-def test_scores_of_a_dpr_file_do_not_become_teacher_scores(tmp_path):
-    """They are those of BM25."""
-    records = []
-    for number, pair in enumerate(make_pairs(40)):
-        passage = {"title": "", "text": pair["positive"], "score": "1000", "passage_id": "1"}
-        negative = {**passage, "text": f"never {number}", "score": "12.3"}
-        record = {"question": pair["query"], "answers": []}
-        records.append({**record, "positive_ctxs": [passage], "hard_negative_ctxs": [negative]})
-    file = tmp_path / "nq.json"
-    file.write_text(json.dumps(records))
-    split_data(RecordSource(file), tmp_path / "split")
-    lines = read_lines(tmp_path / "split" / "train.jsonl")
-    assert {len(line["negatives"]) for line in lines} == {1}
-    assert not any("scores" in line for line in lines)
 
 
 def test_a_folder_of_a_split_is_no_training_data_and_is_not_written_over(tmp_path):

@@ -125,21 +125,9 @@ def test_every_setting_of_the_loss_is_an_argument_and_is_passed_on_by_name(tmp_p
         "bank_hard_negatives": False,
         "drift_compensation": "none",
     }
-    args = ContAccumTrainingArguments(
-        output_dir=str(tmp_path),
-        distill="kl",
-        distill_weight=0.5,
-        distill_temperature=2.0,
-        **settings,
-    )
+    args = ContAccumTrainingArguments(output_dir=str(tmp_path), **settings)
     loss = make_loss(tiny_encoder(), args)
     assert isinstance(loss, ContAccumLoss)
-    distillation = loss.distillation
-    assert distillation.kind == "kl"
-    assert distillation.weight == 0.5
-    assert distillation.temperature == 2
-    assert distillation.similarity == "dot"
-    assert distillation.scale == 2
     passed = dataclasses.asdict(loss.settings)
     del passed["pairs_per_update"]
     expected = {**settings, "gather_across_devices": False}

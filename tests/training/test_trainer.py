@@ -242,32 +242,11 @@ def test_prompts_and_lengths_of_the_model_are_used_in_training(tmp_path):
     assert 6 < passages.shape[1] <= 20
 
 
-@pytest.mark.parametrize("batch_size", [4, "auto"])
-def test_a_score_column_of_a_plain_data_set_is_distilled(tmp_path, batch_size):
-    scores = [[2.0, float(index)] for index in range(12)]
-    data = make_pairs(12, negatives=1).add_column("scores", scores)
-    trainer = make_trainer(
-        tmp_path,
-        data,
-        distill="margin_mse",
-        max_steps=1,
-        per_device_train_batch_size=batch_size,
-        gradient_accumulation_steps=1,
-        total_train_batch_size=12,
-    )
-    trainer.train()
-    (line,) = read_log(tmp_path)
-    assert line["pairs"] == 12
-    assert line["distill_loss"] > 1
-    assert line["loss"] < 5
-
-
 @pytest.mark.parametrize(
     ("settings", "named"),
     [
         ({"data": Dataset.from_dict({"query": ["a"]})}, "needs a query and a positive"),
         ({"method": "grad_accum", "per_device_train_batch_size": 1}, "no hard negatives"),
-        ({"distill": "kl"}, "no hard negatives"),
         ({"model": tiny_encoder().requires_grad_(False)}, "every weight of the model is frozen"),
         ({"model": tiny_encoder(query_prompt="cat " * 30)}, "no room for text"),
     ],

@@ -128,7 +128,7 @@ def make_jobs(groups: Sequence[Group], seeds: Sequence[int], sets: Sets, folder:
             run_folder = folder / group.run_name(seed)
             output_dir = str(run_folder / TRAINING_FOLDER)
             settings = replace(group.settings, seed=seed, output_dir=output_dir)
-            data_key = str([select(settings, DataSettings), settings.distill])
+            data_key = str(select(settings, DataSettings))
             if data_key not in train_fingerprints:
                 train_fingerprints[data_key] = load_data(settings).fingerprint
             jobs.append(
