@@ -1,7 +1,7 @@
-"""Diagnostics of a micro-step, the numbers of `BankedInfoNCE.last`. They change no training.
+"""Diagnostics, which change no training: the numbers of `BankedInfoNCE.last`, and the drift.
 
 Letters in shapes: n pairs in the micro-batch, h hard negatives per query, m filled slots of the
-bank, d the embedding size.
+bank, S pairs of texts in the drift probe, d the embedding size.
 """
 
 from __future__ import annotations
@@ -13,7 +13,9 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.nn.functional import cosine_similarity
 
+from contaccum.bank.drift import DriftProbe, compute_variance
 from contaccum.bank.logits import MASKED
 from contaccum.bank.row_losses import RowLosses
 
@@ -113,3 +115,36 @@ class Diagnostics:
         if self.afterwards:
             numbers["enqueued"] = n * ~self.not_finite
         return numbers | self.afterwards
+
+
+def measure_drift(probe: DriftProbe, bank_age: int) -> dict[str, float]:
+    """Measure the drift over ``bank_age`` updates, the age of the oldest entry in use.
+
+    Returns:
+        ``drift_age``, the updates between the two measurements that are compared, and for each
+        tower ``drift_cosine_...`` (mean cosine of a text's old and new embedding),
+        ``drift_shift_...`` (length of the mean shift, in units of the spread; see `RESIDUAL_BOUND`)
+        and ``drift_residual_...`` (see `DriftProbe.compute_residuals`). The record is empty before
+        the second measurement.
+    """
+    ages = [probe.updates[-1] - update for update in probe.updates[:-1]]
+    if not ages:
+        return {}
+    # The oldest measurement within the age of the bank, or else the last but one.
+    old_index = len(ages) - 1
+    for index, age in enumerate(ages):
+        if age <= max(bank_age, 1):
+            old_index = index
+            break
+    old = probe.embeddings[old_index]  # (2, S, d)
+    new = probe.embeddings[len(ages)]
+    values_by_name = {  # (2,) each
+        "cosine": cosine_similarity(new, old, dim=-1).mean(-1),
+        "shift": (new - old).mean(1).norm(dim=-1) / compute_variance(new).sqrt(),
+        "residual": probe.compute_residuals()[old_index],
+    }
+    record: dict[str, float] = {"drift_age": ages[old_index]}
+    for name, (query_value, passage_value) in values_by_name.items():
+        record[f"drift_{name}_query"] = float(query_value)
+        record[f"drift_{name}_passage"] = float(passage_value)
+    return record

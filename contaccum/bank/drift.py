@@ -170,9 +170,9 @@ class DriftProbe(nn.Module):
         """
         measurements = self.embeddings[: len(self.pairs)]
         latest = measurements[-1]  # (2, S, d)
-        drift_variance = _compute_variance(latest - measurements[:-1])  # (measurements - 1, 2)
+        drift_variance = compute_variance(latest - measurements[:-1])  # (measurements - 1, 2)
         # Equal embeddings of all texts have no spread; the residual must not be NaN then.
-        variance = _compute_variance(latest).clamp_min(1e-24)  # (2,)
+        variance = compute_variance(latest).clamp_min(1e-24)  # (2,)
         return (drift_variance / variance).sqrt()
 
     def compute_age_limit(self, residuals: Tensor, bound: float = RESIDUAL_BOUND) -> float:
@@ -192,38 +192,6 @@ class DriftProbe(nn.Module):
             younger_residual = residual
         return math.inf
 
-    def measure_drift(self, bank_age: int) -> dict[str, float]:
-        """Measure the drift over ``bank_age`` updates, the age of the oldest entry in use.
-
-        Returns:
-            ``drift_age``, the updates between the two measurements that are compared, and for each
-            tower ``drift_cosine_...`` (mean cosine of a text's old and new embedding),
-            ``drift_shift_...`` (length of the mean shift, in units of the spread; see
-            `RESIDUAL_BOUND`) and ``drift_residual_...`` (see `compute_residuals`). The record is
-            empty before the second measurement.
-        """
-        ages = [self.updates[-1] - update for update in self.updates[:-1]]
-        if not ages:
-            return {}
-        # The oldest measurement within the age of the bank, or else the last but one.
-        old_index = len(ages) - 1
-        for index, age in enumerate(ages):
-            if age <= max(bank_age, 1):
-                old_index = index
-                break
-        old = self.embeddings[old_index]  # (2, S, d)
-        new = self.embeddings[len(ages)]
-        values_by_name = {  # (2,) each
-            "cosine": nn.functional.cosine_similarity(new, old, dim=-1).mean(-1),
-            "shift": (new - old).mean(1).norm(dim=-1) / _compute_variance(new).sqrt(),
-            "residual": self.compute_residuals()[old_index],
-        }
-        record: dict[str, float] = {"drift_age": ages[old_index]}
-        for name, (query_value, passage_value) in values_by_name.items():
-            record[f"drift_{name}_query"] = float(query_value)
-            record[f"drift_{name}_passage"] = float(passage_value)
-        return record
-
     def get_extra_state(self) -> Tensor:
         """Return `pairs` and `updates` as int64 (2, measurements) on the CPU."""
         return torch.tensor([self.pairs, self.updates])
@@ -234,7 +202,7 @@ class DriftProbe(nn.Module):
         self.updates = state[1].tolist()
 
 
-def _compute_variance(embeddings: Tensor) -> Tensor:
+def compute_variance(embeddings: Tensor) -> Tensor:
     """Compute the mean squared distance (...) of embeddings (..., S, d) from their mean."""
     return (embeddings - embeddings.mean(-2, keepdim=True)).square().sum(-1).mean(-1)
 

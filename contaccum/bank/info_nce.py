@@ -4,13 +4,13 @@ A micro-step is one call of the loss; an update is all micro-steps before one op
 pairs of the micro-batch are local; those of earlier micro-batches are banked. (If ranks share a
 bank, the micro-batches of all ranks together are local.)
 
-The score matrix of a micro-step has four blocks:
+The score matrix of a micro-step has four quadrants:
 
                      local documents    banked documents
     local queries    in_batch           against_bank
     banked queries   from_bank          MemoryBank.log_sums
 
-The fourth block has no gradient, so the bank stores only its logsumexp for each query.
+The fourth quadrant has no gradient, so the bank stores only its logsumexp for each query.
 
 A pair in the bank is called an entry. An entry is aged if it is from before the current update, and
 was therefore encoded by an older encoder. A tower is the encoder in one of its roles, for queries
@@ -33,14 +33,9 @@ from torch.nn.functional import normalize
 from contaccum.bank.centering import GradientCentering
 from contaccum.bank.diagnostics import Diagnostics
 from contaccum.bank.drift import DriftCompensation
-from contaccum.bank.logits import (
-    MASKED,
-    PositivesTable,
-    make_pairs,
-    stack_embeddings,
-    stack_ids,
-)
-from contaccum.bank.memory_bank import MemoryBank, score_blocks
+from contaccum.bank.ids import PositivesTable, stack_ids
+from contaccum.bank.logits import MASKED, make_pairs, stack_embeddings
+from contaccum.bank.memory_bank import MemoryBank, score_quadrants
 from contaccum.bank.row_losses import (
     PrecomputedGradient,
     compute_row_gradients,
@@ -201,7 +196,7 @@ class BankedInfoNCE(nn.Module):
             embeddings[:, 0], embeddings[:, 1], is_training
         )
         local = make_pairs(embeddings, ids, settings.temperature, passage_mean)
-        blocks = score_blocks(local, bank, settings, self.positives)
+        quadrants = score_quadrants(local, bank, settings, self.positives)
         pairs_in_use = range(0)
         num_aged = 0
         if bank is not None:
@@ -211,17 +206,18 @@ class BankedInfoNCE(nn.Module):
         # The losses of the local rows, then those of the banked rows. Negatives in the bank enter
         # as log-sums: for a local row one per block of the ring, because the bank keeps these for
         # the time when the row is banked itself; for a banked row a single one.
-        local_logits = torch.cat([blocks.in_batch.flatten(1), blocks.against_bank_sums], dim=1)
-        local_rows = compute_row_losses(local_logits.logsumexp(1), local.positive_logits)
+        parts = [quadrants.in_batch.flatten(1), quadrants.against_bank_sums]
+        local_log_sums = torch.cat(parts, dim=1).logsumexp(1)  # (n,)
+        local_rows = compute_row_losses(local_log_sums, local.positive_logits)
         loss = local_rows.losses.sum()
         divisor: Tensor | int = n
         banked_rows = None
         if bank is not None and bank.has_queries:
-            assert blocks.banked is not None and blocks.banked.invalid is not None
-            is_invalid = blocks.banked.invalid[:, 0]  # (m,), column 0 is the passage
+            assert quadrants.banked is not None and quadrants.banked.invalid is not None
+            is_invalid = quadrants.banked.invalid[:, 0]  # (m,), column 0 is the passage
             # As if the positive had the whole softmax: such a row has no loss and no gradient.
-            positive_logits = blocks.banked.positive_logits.masked_fill(is_invalid, -MASKED)
-            local_sums = blocks.from_bank.flatten(1).logsumexp(1)  # (m,), over local documents
+            positive_logits = quadrants.banked.positive_logits.masked_fill(is_invalid, -MASKED)
+            local_sums = quadrants.from_bank.flatten(1).logsumexp(1)  # (m,), over local documents
             log_sums = torch.logaddexp(bank.log_sums, local_sums)
             banked_rows = compute_row_losses(log_sums, positive_logits)
             loss = loss + banked_rows.losses.sum()
@@ -235,7 +231,7 @@ class BankedInfoNCE(nn.Module):
         gradient = None
         if needs_gradient:
             query_drift = self.compensation.compute_query_drift(bank, query_mean)
-            gradient = compute_row_gradients(local, blocks, local_rows, banked_rows, query_drift)
+            gradient = compute_row_gradients(local, quadrants, local_rows, banked_rows, query_drift)
             gradient = gradient / (settings.temperature * divisor)  # (n, 2 + h, d)
             if is_training and settings.drift_compensation == "auto":
                 # In place.
@@ -256,16 +252,16 @@ class BankedInfoNCE(nn.Module):
         if is_training and bank is not None:
             query_mean = self.compensation.store_means(bank, n, not_finite)
             retire_before = self.compensation.compute_oldest_allowed(bank, n, self.clock)
-            bank.append(local, blocks, not_finite, retire_before, query_mean)
+            bank.append(local, quadrants, not_finite, retire_before, query_mean)
             self.clock.add_pairs(n, bank.oldest_in_use)
             self._require_updates()
             afterwards = {"bank_fill": bank.in_use, "bank_age": len(self.clock.update_ends)}
 
         self.diagnostics = Diagnostics(
             passages=embeddings[:, 1],
-            in_batch=blocks.in_batch,
-            against_bank=blocks.against_bank,
-            invalid=None if blocks.banked is None else blocks.banked.invalid,
+            in_batch=quadrants.in_batch,
+            against_bank=quadrants.against_bank,
+            invalid=None if quadrants.banked is None else quadrants.banked.invalid,
             pairs_in_use=pairs_in_use,
             num_aged=num_aged,
             local_rows=local_rows,

@@ -28,14 +28,8 @@ import torch
 from torch import Tensor, nn
 from torch.nn.functional import pad
 
-from contaccum.bank.logits import (
-    IDS_PER_TEXT,
-    MASKED,
-    NO_ID,
-    Pairs,
-    PositivesTable,
-    masked_logits,
-)
+from contaccum.bank.ids import IDS_PER_TEXT, NO_ID, PositivesTable
+from contaccum.bank.logits import MASKED, Pairs, masked_logits
 from contaccum.settings import InfoNCESettings
 
 MIN_BLOCKS = 32
@@ -51,8 +45,8 @@ PAIRS_PER_MEAN = 64
 """
 
 
-class LogitBlocks(NamedTuple):
-    """Logits of a micro-batch: the three blocks of the score matrix that have a gradient.
+class LogitQuadrants(NamedTuple):
+    """Logits of a micro-batch: the three quadrants of the score matrix that have a gradient.
 
     m is the number of filled slots here, the only ones that are scored.
     """
@@ -61,31 +55,31 @@ class LogitBlocks(NamedTuple):
     in_batch: Tensor  # (n, n, 1 + h), local queries against local documents, own positives masked
     against_bank: Tensor  # (n, m, 1 + h), local queries against banked documents
     from_bank: Tensor  # (m, n, 1 + h), banked queries against local documents; m = 0 without them
-    against_bank_sums: Tensor  # (n, ring blocks), logsumexp of against_bank over each ring block
+    against_bank_sums: Tensor  # (n, blocks), logsumexp of against_bank over each block of the ring
 
 
-def score_blocks(
+def score_quadrants(
     local: Pairs,
     bank: MemoryBank | None,
     settings: InfoNCESettings,
     positives: PositivesTable | None = None,
-) -> LogitBlocks:
-    """Score three blocks of the score matrix (see `contaccum.bank.info_nce`)."""
+) -> LogitQuadrants:
+    """Score three quadrants of the score matrix (see `contaccum.bank.info_nce`)."""
     in_batch = masked_logits(local, local, settings, positives)
     n, num_documents = in_batch.shape[1:]
     if bank is None:
         against_bank = in_batch.new_zeros(n, 0, num_documents)
         from_bank = in_batch.new_zeros(0, n, num_documents)
-        return LogitBlocks(None, in_batch, against_bank, from_bank, in_batch.new_zeros(n, 0))
+        return LogitQuadrants(None, in_batch, against_bank, from_bank, in_batch.new_zeros(n, 0))
     banked = bank.pairs
     against_bank = masked_logits(local, banked, settings, positives)
-    # (n, ring blocks, block_size * (1 + h))
+    # (n, blocks, block_size * (1 + h))
     logits_by_block = against_bank.unflatten(1, (-1, bank.block_size)).flatten(2)
     if bank.has_queries:
         from_bank = masked_logits(banked, local, settings, positives)
     else:
         from_bank = in_batch.new_zeros(0, n, num_documents)
-    return LogitBlocks(banked, in_batch, against_bank, from_bank, logits_by_block.logsumexp(2))
+    return LogitQuadrants(banked, in_batch, against_bank, from_bank, logits_by_block.logsumexp(2))
 
 
 class MemoryBank(nn.Module):
@@ -231,7 +225,7 @@ class MemoryBank(nn.Module):
     def append(
         self,
         local: Pairs,
-        blocks: LogitBlocks,
+        quadrants: LogitQuadrants,
         not_finite: Tensor,
         oldest_allowed: int = 0,
         query_mean: Tensor | None = None,
@@ -242,12 +236,12 @@ class MemoryBank(nn.Module):
         bank's h are dropped. New pairs below ``oldest_in_use`` are not stored.
 
         Args:
-            blocks: logits of the micro-batch, from `score_blocks`.
+            quadrants: logits of the micro-batch, from `score_quadrants`.
             not_finite: bool scalar on the bank's device; True stores zeros that are not valid.
             oldest_allowed: pairs with a smaller number retire, even if there is room for them.
             query_mean: (d,), the current query mean.
         """
-        num_scored_slots = self.num_filled_slots  # m of ``blocks``
+        num_scored_slots = self.num_filled_slots  # m of ``quadrants``
         end = self.total_enqueued + len(local.queries)
         retired_blocks = self.retire_before(max(oldest_allowed, end - self.bank_size))
         first = max(self.total_enqueued, self.oldest_in_use)  # skip new pairs that have retired
@@ -258,24 +252,24 @@ class MemoryBank(nn.Module):
         if self.has_queries:
             # Hard negatives that the bank does not store are not in its log-sums either.
             num_documents = self.documents.shape[1]
-            in_batch = blocks.in_batch[:, :, :num_documents]  # (n, n, <= 1 + h)
-            from_bank = blocks.from_bank[:, :, :num_documents]  # (scored slots, n, <= 1 + h)
+            in_batch = quadrants.in_batch[:, :, :num_documents]  # (n, n, <= 1 + h)
+            from_bank = quadrants.from_bank[:, :, :num_documents]  # (scored slots, n, <= 1 + h)
             # The new queries over the old documents, without those that have just retired.
-            # (ring blocks, n)
+            # (blocks, n)
             new_log_sums = self.block_log_sums.new_full((self.num_blocks, len(in_batch)), MASKED)
-            new_log_sums[: num_scored_slots // self.block_size] = blocks.against_bank_sums.T
-            for ring_block in retired_blocks:
-                new_log_sums[ring_block] = MASKED
-            for ring_block, columns in self._split_into_blocks(first, end):
+            new_log_sums[: num_scored_slots // self.block_size] = quadrants.against_bank_sums.T
+            for block in retired_blocks:
+                new_log_sums[block] = MASKED
+            for block, columns in self._split_into_blocks(first, end):
                 # The old queries over the new documents of this block.
                 sums = from_bank[:, columns].flatten(1).logsumexp(1)  # (scored slots,)
                 sums = sums.masked_fill(not_finite, MASKED)
-                for log_sums in (self.block_log_sums[ring_block], self.total_log_sums):
+                for log_sums in (self.block_log_sums[block], self.total_log_sums):
                     of_old_queries = log_sums[:num_scored_slots]
                     torch.logaddexp(of_old_queries, sums, out=of_old_queries)
                 # The new queries over the new documents of this block.
                 sums = in_batch[:, columns].flatten(1).logsumexp(1)  # (n,)
-                torch.logaddexp(new_log_sums[ring_block], sums, out=new_log_sums[ring_block])
+                torch.logaddexp(new_log_sums[block], sums, out=new_log_sums[block])
             new_log_sums = new_log_sums[:, positions].masked_fill(not_finite, MASKED)
             self.block_log_sums.index_copy_(1, slots, new_log_sums)
             self.total_log_sums.index_copy_(0, slots, new_log_sums.logsumexp(0))
@@ -321,14 +315,14 @@ class MemoryBank(nn.Module):
         end_block = max(_divide_rounding_up(number, self.block_size), first_block)
         self.oldest_in_use = end_block * self.block_size
         end_of_ring = min(end_block, first_block + self.num_blocks)
-        ring_blocks = [block % self.num_blocks for block in range(first_block, end_of_ring)]
-        for ring_block in ring_blocks:
-            start = ring_block * self.block_size
+        retired = [block % self.num_blocks for block in range(first_block, end_of_ring)]
+        for block in retired:
+            start = block * self.block_size
             self.valid[start : start + self.block_size] = False
-            self.block_log_sums[ring_block] = MASKED
-        if ring_blocks:
+            self.block_log_sums[block] = MASKED
+        if retired:
             torch.logsumexp(self.block_log_sums, 0, out=self.total_log_sums)
-        return ring_blocks
+        return retired
 
     def _split_into_blocks(self, first: int, end: int) -> Iterator[tuple[int, slice]]:
         """Yield a block's index in the ring, and its positions in the micro-batch, block by block.

@@ -19,7 +19,7 @@ from torch.autograd.function import once_differentiable
 from torch.nn.functional import softplus, threshold
 
 from contaccum.bank.logits import Pairs
-from contaccum.bank.memory_bank import LogitBlocks
+from contaccum.bank.memory_bank import LogitQuadrants
 
 SOFTPLUS_THRESHOLD = 40.0
 """Argument above which softplus(x) = log(1 + exp(x)) is x, which is exact in float64 too."""
@@ -50,7 +50,7 @@ def compute_row_losses(negative_log_sums: Tensor, positive_logits: Tensor) -> Ro
 
 def compute_row_gradients(
     local: Pairs,
-    blocks: LogitBlocks,
+    quadrants: LogitQuadrants,
     local_rows: RowLosses,
     banked_rows: RowLosses | None,
     query_drift: Tensor | None,
@@ -68,21 +68,21 @@ def compute_row_gradients(
             they agree with the log-sums of the bank.
     """
     n = len(local.queries)
-    # The softmax probabilities of the negatives.
-    in_batch_weights = (blocks.in_batch - local_rows.log_sums[:, None, None]).exp()  # (n, n, 1 + h)
+    # The softmax probabilities of the negatives, (n, n, 1 + h).
+    in_batch_weights = (quadrants.in_batch - local_rows.log_sums[:, None, None]).exp()
     # A row's own positive is masked, so its place in the matrix is free.
     in_batch_weights[:, :, 0].diagonal().sub_(local_rows.differences.sigmoid())
     in_batch_weights = in_batch_weights.flatten(1)  # (n, n * (1 + h))
     query_gradient = in_batch_weights @ local.documents.flatten(0, 1)  # (n, d)
     document_gradient = in_batch_weights.T @ local.queries  # (n * (1 + h), d)
-    if blocks.banked is not None:
-        bank_weights = (blocks.against_bank - local_rows.log_sums[:, None, None]).exp()
-        documents = blocks.banked.documents.flatten(0, 1)  # (m * (1 + h), d)
+    if quadrants.banked is not None:
+        bank_weights = (quadrants.against_bank - local_rows.log_sums[:, None, None]).exp()
+        documents = quadrants.banked.documents.flatten(0, 1)  # (m * (1 + h), d)
         query_gradient.addmm_(bank_weights.flatten(1), documents)
-    if blocks.banked is not None and banked_rows is not None:
-        banked_weights = (blocks.from_bank - banked_rows.log_sums[:, None, None]).exp()
+    if quadrants.banked is not None and banked_rows is not None:
+        banked_weights = (quadrants.from_bank - banked_rows.log_sums[:, None, None]).exp()
         banked_weights = banked_weights.flatten(1)  # (m, n * (1 + h))
-        document_gradient.addmm_(banked_weights.T, blocks.banked.queries)
+        document_gradient.addmm_(banked_weights.T, quadrants.banked.queries)
         if query_drift is not None:
             sums_of_runs = banked_weights.unflatten(0, (len(query_drift), -1)).sum(1)
             document_gradient.addmm_(sums_of_runs.T, query_drift)

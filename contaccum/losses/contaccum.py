@@ -34,8 +34,8 @@ from sentence_transformers.sentence_transformer.modules import Normalize
 from sentence_transformers.util import cos_sim, dot_score
 from torch import Tensor, nn
 
+from contaccum.bank.ids import PositivesTable
 from contaccum.bank.info_nce import BankedInfoNCE
-from contaccum.bank.logits import PositivesTable
 from contaccum.data.sampling import are_text_ids
 from contaccum.distributed import gather_states, rank, world_size
 from contaccum.encoders.dual_encoder import SIMILARITY_NAMES
@@ -278,46 +278,21 @@ class ContAccumLoss(ModelLoss):
             )
 
     def _encode_probe_if_due(self, features: list[dict[str, Any]]) -> None:
-        # MatryoshkaLoss calls the loss on the same micro-batch once per embedding size. It has then
-        # replaced a method by a decorator that cuts the embeddings to the size: the forward method
-        # of the model, which keeps the embeddings of the first call in a cache, or `calculate_loss`
-        # of a loss with a gradient cache.
-        forward: object = self.model.forward
-        is_repeated = isinstance(forward, ForwardDecorator) and bool(forward.cache)
-        if not self._uses_bank or is_repeated:
+        """Encode the drift probe if it is due, and pass it to the loss of each embedding size."""
+        if not self._uses_bank or self._is_repeated_call:
             return
-        calculate_loss = vars(self).get("calculate_loss")
-        is_inside_matryoshka = isinstance(forward, ForwardDecorator) or isinstance(
-            calculate_loss, CachedLossDecorator
-        )
-        loss_fns = self._get_info_nces()
         clock = None if self.info_nce is None else self.info_nce.clock
-        if self._probe.encode_if_due(features, clock, is_inside_matryoshka):
-            for size, loss_fn in loss_fns.items():
+        is_encoded = self._probe.encode_if_due(features, clock, self._is_inside_matryoshka)
+        for size, loss_fn in self._get_info_nces().items():
+            if is_encoded:
                 self._probe.pass_to_loss(loss_fn, size)
-        for loss_fn in loss_fns.values():
             loss_fn.compensation.expects_probe = self._probe.parts is not None
 
     def _compute_ids(
         self, features: list[dict[str, Any]], labels: Tensor | None
     ) -> list[Tensor | None]:
         """Compute for each column the ids of its texts, int64 (n, 2); see `combine_ids`."""
-        name = type(self).__name__
-        label_ids = labels
-        if labels is not None and (
-            labels.dtype != torch.int64 or labels.shape != (len(labels), len(features))
-        ):
-            label_ids = None  # from a data set of the user's own
-            warn_once(f"{name} does not use the label or score column of the data: remove it")
-        if label_ids is not None and not self._has_seen_ids:
-            # Only once, because reading the result stops a GPU's queue.
-            if not are_text_ids(label_ids):
-                raise ConfigError(
-                    f"{name}: the label column has small integers where ids of the texts are "
-                    "expected (contaccum.data.sampling.text_ids): remove or rename the column, for "
-                    'example with dataset.remove_columns("label")'
-                )
-            self._has_seen_ids = True
+        label_ids = self._require_text_ids(labels, len(features))
         ids_of_columns: list[Tensor | None] = []
         for index, column in enumerate(features):
             column_ids = None if label_ids is None else label_ids[:, index]  # (n,)
@@ -329,6 +304,25 @@ class ContAccumLoss(ModelLoss):
                 )
             ids_of_columns.append(combine_ids(column_ids, hashes))
         return ids_of_columns
+
+    def _require_text_ids(self, labels: Tensor | None, num_columns: int) -> Tensor | None:
+        """Return labels that are ids of texts, int64 (n, columns); None for other labels."""
+        name = type(self).__name__
+        if labels is None:
+            return None
+        if labels.dtype != torch.int64 or labels.shape[1:] != (num_columns,):
+            warn_once(f"{name} does not use the label or score column of the data: remove it")
+            return None
+        if not self._has_seen_ids:
+            # Only once, because reading the result stops a GPU's queue.
+            if not are_text_ids(labels):
+                raise ConfigError(
+                    f"{name}: the label column has small integers where ids of the texts are "
+                    "expected (contaccum.data.sampling.text_ids): remove or rename the column, for "
+                    'example with dataset.remove_columns("label")'
+                )
+            self._has_seen_ids = True
+        return labels
 
     def _get_or_make_info_nce(self, size: int) -> BankedInfoNCE:
         """Return the `BankedInfoNCE` of an embedding size; the first call makes it."""
@@ -353,6 +347,24 @@ class ContAccumLoss(ModelLoss):
     @property
     def _uses_bank(self) -> bool:
         return self._is_training and self.settings.bank_size > 0
+
+    # MatryoshkaLoss calls the loss on the same micro-batch once per embedding size. It has then
+    # replaced a method by a decorator that cuts the embeddings to the size: the forward method of
+    # the model, which keeps the embeddings of the first call in a cache, or `calculate_loss` of a
+    # loss with a gradient cache.
+
+    @property
+    def _is_inside_matryoshka(self) -> bool:
+        calculate_loss = vars(self).get("calculate_loss")
+        return isinstance(self.model.forward, ForwardDecorator) or isinstance(
+            calculate_loss, CachedLossDecorator
+        )
+
+    @property
+    def _is_repeated_call(self) -> bool:
+        """True if the embeddings of this micro-batch are in MatryoshkaLoss's cache already."""
+        forward: object = self.model.forward
+        return isinstance(forward, ForwardDecorator) and bool(forward.cache)
 
     # The data and the update ----------------------------------------------------------------------
 

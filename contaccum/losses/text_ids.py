@@ -26,7 +26,7 @@ from sentence_transformers.base.losses.gradcache import _create_minibatch, _get_
 from torch import Tensor
 from torch.nn.functional import pad
 
-from contaccum.bank.logits import NO_ID
+from contaccum.bank.ids import NO_ID
 
 _BASE = -7046029254386353131
 """Base of the polynomial. Modulo 8 it is 5, so that all its powers up to 2^62 are different."""

@@ -23,6 +23,7 @@ import torch
 from transformers import EarlyStoppingCallback, ProgressCallback, TrainerCallback, TrainerState
 from transformers.trainer_utils import IntervalStrategy, SaveStrategy
 
+from contaccum.bank.diagnostics import measure_drift
 from contaccum.distributed import over_ranks
 from contaccum.errors import ConfigError, DataError
 from contaccum.files import write_text
@@ -260,8 +261,9 @@ class UpdateLogCallback(TrainerCallback):
                 if math.isfinite(number):
                     record[key] = number
             assert loss.info_nce is not None  # the loss has been called
-            if loss.info_nce.compensation.probe is not None:
-                record |= loss.info_nce.compensation.probe.measure_drift(record["bank_age"])
+            probe = loss.info_nce.compensation.probe
+            if probe is not None:
+                record |= measure_drift(probe, record["bank_age"])
             if not self._is_loss_comparable_to_guess:
                 record["loss_has_other_terms"] = True
         for warning in self._collapse_watch.observe(record):

@@ -10,8 +10,9 @@ from torch import Tensor
 
 from contaccum import BankedInfoNCE
 from contaccum.bank.centering import GradientCentering
-from contaccum.bank.logits import make_pairs, stack_embeddings, stack_ids
-from contaccum.bank.memory_bank import MemoryBank, score_blocks
+from contaccum.bank.ids import stack_ids
+from contaccum.bank.logits import make_pairs, stack_embeddings
+from contaccum.bank.memory_bank import MemoryBank, score_quadrants
 from contaccum.settings import InfoNCESettings
 
 
@@ -68,7 +69,7 @@ def enqueue(bank: MemoryBank, embeddings: Sequence[Tensor], ids: Sequence[Tensor
     bank.ensure_shape(texts.shape[2], texts.shape[1] - 2)
     settings = InfoNCESettings(temperature=bank.temperature)
     local = make_pairs(texts, text_ids, bank.temperature)
-    bank.append(local, score_blocks(local, bank, settings), torch.tensor(False))
+    bank.append(local, score_quadrants(local, bank, settings), torch.tensor(False))
 
 
 class NoCentering(GradientCentering):

@@ -13,6 +13,7 @@ from torch.nn.functional import cross_entropy
 
 from contaccum import BankedInfoNCE
 from contaccum.bank import drift
+from contaccum.bank.diagnostics import measure_drift
 from contaccum.bank.drift import NUM_INTERVALS, DriftProbe, RunningMean
 
 D = 6
@@ -104,7 +105,7 @@ def test_a_probe_separates_the_shift_from_the_residual():
         shift = probe.observe(queries, present, update, 64 * update)
         assert shift[0].abs().max() < 1e-12
         assert (shift[1] - expected_shift).abs().max() < 1e-12
-    record = probe.measure_drift(bank_age=2)
+    record = measure_drift(probe, bank_age=2)
     spread = compute_spread(present)
     assert record["drift_age"] == 2
     assert record["drift_cosine_query"] == pytest.approx(1.0)

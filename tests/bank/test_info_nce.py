@@ -18,7 +18,8 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from contaccum import BankedInfoNCE
-from contaccum.bank.logits import NO_ID, PositivesTable, _compute_inner_products
+from contaccum.bank.ids import NO_ID, PositivesTable
+from contaccum.bank.logits import _compute_inner_products
 from contaccum.errors import ConfigError
 
 

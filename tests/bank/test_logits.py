@@ -8,12 +8,11 @@ from micro_batches import make_leaves
 from torch import Tensor
 
 from contaccum import BankedInfoNCE
+from contaccum.bank.ids import NO_ID, PositivesTable
 from contaccum.bank.logits import (
     MASKED,
-    NO_ID,
     NO_ID_OF_ROW,
     Pairs,
-    PositivesTable,
     find_duplicates,
     make_pairs,
     masked_logits,
@@ -103,7 +102,7 @@ def test_rules_by_ids_equal_a_loop_over_all_pairs():
         table = PositivesTable(listed_queries, listed_documents)
         listed_pairs = set(zip(listed_queries.tolist(), listed_documents.tolist(), strict=True))
         is_duplicate = find_duplicates(rows, columns)
-        is_listed = table.find_listed(rows, columns)
+        is_listed = table.contains(rows.query_ids[0], columns.document_ids[0])
         for row in range(6):
             for column in range(9):
                 for k in range(2):
@@ -138,7 +137,7 @@ def test_a_table_lists_exactly_its_pairs(num_rows, num_columns):
     column_ids[0, :5, 0] = listed[1, :5]
     rows = make_pairs_of_ids(ids, torch.full((2, num_rows, 1), NO_ID))
     columns = make_pairs_of_ids(torch.full((2, num_columns), NO_ID), column_ids)
-    is_listed = table.find_listed(rows, columns)
+    is_listed = table.contains(rows.query_ids[0], columns.document_ids[0])
     for row in range(num_rows):
         for column in range(num_columns):
             pair = (int(ids[0, row]), int(column_ids[0, column, 0]))

@@ -28,7 +28,7 @@ from torch import Tensor, nn
 from torch.nn.functional import cross_entropy
 
 from contaccum import CachedContAccumLoss, ContAccumLoss, DualEncoder
-from contaccum.bank.logits import NO_ID
+from contaccum.bank.ids import NO_ID
 from contaccum.errors import ConfigError, warn_once
 from contaccum.losses import probe
 from contaccum.losses.probe import MIN_PAIRS_BETWEEN_PROBES, PROBE_PAIRS, EncoderProbe
