@@ -27,7 +27,7 @@ from contaccum.errors import warn_once
 
 
 class GradientCentering:
-    """Function that subtracts the remainder from the gradients of documents.
+    """The remainder of the current update, which is subtracted from the gradients of documents.
 
     Args:
         pairs_per_update: number of pairs in every update, until `begin_update` is called; None
@@ -50,7 +50,7 @@ class GradientCentering:
         self._num_remaining_pairs = num_pairs or 0
         self._remainder: Tensor | None = None  # (d,)
 
-    def __call__(
+    def centre(
         self, gradient: Tensor, update: int, is_drift_expected: bool, not_finite: Tensor
     ) -> None:
         """Centre the gradient of a micro-batch in place.

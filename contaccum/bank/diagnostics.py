@@ -85,11 +85,11 @@ class Diagnostics:
             num_masked = num_masked + is_masked.sum()
             num_negatives = num_negatives + is_valid.sum()
 
-            log_sums = self.local_rows.log_sums[:, None]  # (n, 1)
-            in_batch_mass = (self.in_batch[:, :, 0] - log_sums).exp().sum()
-            mass_by_slot = (self.against_bank[:, :, 0] - log_sums).exp().sum(0)
+            normalizers = self.local_rows.log_normalizers[:, None]  # (n, 1)
+            in_batch_mass = (self.in_batch[:, :, 0] - normalizers).exp().sum()
+            mass_by_slot = (self.against_bank[:, :, 0] - normalizers).exp().sum(0)
             first, end = self.pairs_in_use.start, self.pairs_in_use.stop
-            pairs = torch.arange(first, end, device=log_sums.device)
+            pairs = torch.arange(first, end, device=normalizers.device)
             # While the bank is filled, pairs have numbers below the number of slots.
             mass_by_pair = mass_by_slot[pairs % len(mass_by_slot)]  # oldest first
             aged_mass = mass_by_pair[: self.num_aged].sum()

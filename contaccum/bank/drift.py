@@ -268,7 +268,7 @@ class DriftCompensation(nn.Module):
             query_mean: (d,), from `compute_means`, with the micro-batch included.
 
         Returns:
-            (runs, d), for each run of pairs that share a stored mean. None without a bank or
+            (groups, d), for each group of pairs that share a stored mean. None without a bank or
             compensation; without a probe, also for the first `PAIRS_PER_MEAN` pairs, when the
             running mean still moves by sampling noise.
         """
@@ -276,8 +276,8 @@ class DriftCompensation(nn.Module):
             return None
         if self.follows_micro_batches and bank.total_enqueued <= PAIRS_PER_MEAN:
             return None
-        num_runs = bank.num_filled_slots // bank.pairs_per_mean
-        return query_mean - bank.query_means[:num_runs]
+        num_groups = bank.num_filled_slots // bank.pairs_per_mean
+        return query_mean - bank.query_means[:num_groups]
 
     def store_means(self, bank: MemoryBank, num_new: int, not_finite: Tensor) -> Tensor | None:
         """Store the means from `compute_means`, and return the query tower's mean, (d,).

@@ -1,8 +1,8 @@
 """BankedInfoNCE: the InfoNCE loss of a micro-batch against itself and a memory bank.
 
 A micro-step is one call of the loss; an update is all micro-steps before one optimizer step. The
-pairs of the micro-batch are local; those of earlier micro-batches are banked. (If ranks share a
-bank, the micro-batches of all ranks together are local.)
+pairs of the micro-batch are local, or new; those of earlier micro-batches are banked, or old. (If
+ranks share a bank, the micro-batches of all ranks together are one micro-batch.)
 
 The score matrix of a micro-step has four quadrants:
 
@@ -61,6 +61,7 @@ class BankedInfoNCE(nn.Module):
     N(i). With the similarity s and the temperature tau,
 
         l_i = log( exp(s(i, p(i))/tau) + sum_{j in N(i)} exp(s(i, j)/tau) ) - s(i, p(i))/tau
+            = softplus(D_i),  D_i = log sum_{j in N(i)} exp(s(i, j)/tau) - s(i, p(i))/tau
         loss = ( sum_{i local} l_i + sum_{i banked} l_i ) / n
 
     Banked columns add negatives to the gradients of queries. Banked rows add queries to the
@@ -72,7 +73,7 @@ class BankedInfoNCE(nn.Module):
     lacks the pairs of later micro-steps. This is how the formula is checked.)
 
     In `forward` the host never waits for the device. So NaN or infinite embeddings raise no error:
-    the loss and its gradients are not finite, the pairs are stored as invalid, and
+    the loss and its gradients are not finite, the pairs are stored as invalid zeros, and
     ``last["enqueued"]`` is 0.
 
     The arguments are the settings of the loss (`contaccum.settings.LossSettings`), and
@@ -135,8 +136,8 @@ class BankedInfoNCE(nn.Module):
         """Compute the loss of one micro-batch, a scalar, and enqueue the micro-batch in training.
 
         In eval mode, or without gradients, the loss uses the bank but stores no pairs, and ``last``
-        has no ``enqueued``, ``bank_fill`` and ``bank_age``. The gradients are computed here;
-        ``backward`` only passes them on.
+        has no ``enqueued``, ``bank_fill`` and ``bank_age``. (`ContAccumLoss` evaluates with a loss
+        without a bank.) The gradients are computed here; ``backward`` only passes them on.
 
         Args:
             queries, passages: (n, d), the pairs of this rank; row i of ``passages`` is the
@@ -154,7 +155,8 @@ class BankedInfoNCE(nn.Module):
         # The loss stays in float32 or float64 under autocast as well.
         with torch.autocast(queries.device.type, enabled=False):
             embeddings = stack_embeddings(columns, may_be_empty=self._is_shared)  # (n, 2 + h, d)
-            ids = stack_ids(query_ids, passage_ids, negative_ids, embeddings)  # (n, 2 + h, 2)
+            # int64 (n, 2 + h, IDS_PER_TEXT)
+            ids = stack_ids(query_ids, passage_ids, negative_ids, embeddings)
             # Read here, because the micro-step itself runs without gradients.
             is_training = self.training and torch.is_grad_enabled()
             loss, gradient = self._run_micro_step(embeddings, ids, is_training)
@@ -185,12 +187,11 @@ class BankedInfoNCE(nn.Module):
         if settings.similarity == "cos":
             lengths = torch.linalg.vector_norm(embeddings, dim=-1, keepdim=True)  # (n, 2 + h, 1)
             lengths = lengths.clamp_min(MIN_LENGTH)
-            embeddings = embeddings / lengths
+            embeddings = embeddings / lengths  # of length 1 from here on
 
-        # The logits. The bank stores each document minus the passage mean at that time (see
-        # `contaccum.bank.drift`), so that banked documents move along when the mean moves. The
-        # current mean is subtracted from local documents too, to make both comparable. If the same
-        # vector is subtracted from all documents of a row, the loss of the row does not change.
+        # The logits. Documents are relative to the passage mean at the time of their micro-step, so
+        # that banked documents move along when the mean moves (see `contaccum.bank.drift`). A
+        # vector that is subtracted from all documents of a row does not change its loss.
         bank = self._prepare_bank(embeddings)
         query_mean, passage_mean = self.compensation.compute_means(
             embeddings[:, 0], embeddings[:, 1], is_training
@@ -203,28 +204,29 @@ class BankedInfoNCE(nn.Module):
             pairs_in_use = bank.pairs_in_use
             num_aged = max(self.clock.update_start - bank.oldest_in_use, 0)
 
-        # The losses of the local rows, then those of the banked rows. Negatives in the bank enter
-        # as log-sums: for a local row one per block of the ring, because the bank keeps these for
-        # the time when the row is banked itself; for a banked row a single one.
+        # The losses of the local rows. Their logits of banked documents are summed for each block
+        # of the ring already, because the bank stores these sums.
         parts = [quadrants.in_batch.flatten(1), quadrants.against_bank_sums]
-        local_log_sums = torch.cat(parts, dim=1).logsumexp(1)  # (n,)
-        local_rows = compute_row_losses(local_log_sums, local.positive_logits)
+        negative_log_sums = torch.cat(parts, dim=1).logsumexp(1)  # (n,)
+        local_rows = compute_row_losses(negative_log_sums, local.positive_logits)
         loss = local_rows.losses.sum()
         divisor: Tensor | int = n
+        # The losses of the banked rows.
         banked_rows = None
         if bank is not None and bank.has_queries:
             assert quadrants.banked is not None and quadrants.banked.invalid is not None
             is_invalid = quadrants.banked.invalid[:, 0]  # (m,), column 0 is the passage
             # As if the positive had the whole softmax: such a row has no loss and no gradient.
             positive_logits = quadrants.banked.positive_logits.masked_fill(is_invalid, -MASKED)
-            local_sums = quadrants.from_bank.flatten(1).logsumexp(1)  # (m,), over local documents
-            log_sums = torch.logaddexp(bank.log_sums, local_sums)
-            banked_rows = compute_row_losses(log_sums, positive_logits)
+            sums_over_local = quadrants.from_bank.flatten(1).logsumexp(1)  # (m,)
+            negative_log_sums = torch.logaddexp(bank.log_sums, sums_over_local)  # (m,)
+            banked_rows = compute_row_losses(negative_log_sums, positive_logits)
             loss = loss + banked_rows.losses.sum()
             if settings.normalize_by == "all":
                 divisor = n + (~is_invalid).sum(dtype=loss.dtype)
         loss = loss / divisor
-        # A sum is finite only if all its terms are, and only finite numbers times zero are not NaN.
+        # A sum is finite only if all its terms are, and only finite numbers times zero are not NaN:
+        # fewer operators than `isfinite`.
         not_finite = ((loss + embeddings.sum()) * 0).isnan()
 
         # The gradient. Enqueueing changes the bank in place, so the gradient is computed before it.
@@ -234,8 +236,8 @@ class BankedInfoNCE(nn.Module):
             gradient = compute_row_gradients(local, quadrants, local_rows, banked_rows, query_drift)
             gradient = gradient / (settings.temperature * divisor)  # (n, 2 + h, d)
             if is_training and settings.drift_compensation == "auto":
-                # In place.
-                self.centering(gradient, self.clock.num_updates, num_aged > 0, not_finite)
+                # In place: over the update, the gradients of documents then sum to zero.
+                self.centering.centre(gradient, self.clock.num_updates, num_aged > 0, not_finite)
             if lengths is not None:
                 # For x = y / |y| the gradient of y is that of x without its part along x, divided
                 # by |y|.
@@ -250,11 +252,11 @@ class BankedInfoNCE(nn.Module):
         # as invalid.
         afterwards = {}
         if is_training and bank is not None:
-            query_mean = self.compensation.store_means(bank, n, not_finite)
-            retire_before = self.compensation.compute_oldest_allowed(bank, n, self.clock)
-            bank.append(local, quadrants, not_finite, retire_before, query_mean)
+            stored_query_mean = self.compensation.store_means(bank, n, not_finite)
+            oldest_allowed = self.compensation.compute_oldest_allowed(bank, n, self.clock)
+            bank.append(local, quadrants, not_finite, oldest_allowed, stored_query_mean)
             self.clock.add_pairs(n, bank.oldest_in_use)
-            self._require_updates()
+            self._warn_without_updates()
             afterwards = {"bank_fill": bank.in_use, "bank_age": len(self.clock.update_ends)}
 
         self.diagnostics = Diagnostics(
@@ -329,7 +331,7 @@ class BankedInfoNCE(nn.Module):
         """
         self.clock.end_update()
 
-    def _require_updates(self) -> None:
+    def _warn_without_updates(self) -> None:
         """If no update has ended in many pairs, warn, and treat all entries as aged.
 
         Steps are then probably not detected, because the loop has no optimizer of torch.

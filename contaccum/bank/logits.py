@@ -42,6 +42,7 @@ class Pairs(NamedTuple):
 
     queries: Tensor  # (n, d)
     documents: Tensor  # (n, 1 + h, d)
+    # The ids come first in the shape, because ids of different kinds are never compared.
     query_ids: Tensor  # int64 (IDS_PER_TEXT, n)
     document_ids: Tensor  # int64 (IDS_PER_TEXT, n, 1 + h)
     positive_logits: Tensor  # (n,), logit of each query and its own positive
@@ -116,9 +117,9 @@ def masked_logits(
     the ids of the texts or by the table of positives. If ``rows`` and ``columns`` are the same
     object, a row's own positive is masked too: it is no negative, and `Pairs` has its logit.
 
-    A mask depends on one query and one document only, and is made when the two are first scored
-    against each other. The bank keeps the masked logits in its log-sums, so a mask must never
-    change later.
+    A mask depends on one row pair and one column pair only, and is made when the two are first
+    scored against each other. The bank keeps the masked logits in its log-sums, so a mask must
+    never change later.
 
     Returns:
         (r, c, 1 + h).
@@ -160,7 +161,8 @@ def find_duplicates(rows: Pairs, columns: Pairs) -> Tensor:
     row_keys = torch.cat([positive_ids, rows.query_ids])  # (2 * IDS_PER_TEXT, r)
     # Two missing ids are not equal.
     row_keys = row_keys.masked_fill(row_keys == NO_ID, NO_ID_OF_ROW)
-    # If a column pair has the row's query, its passage (index 0) is a positive of the row; its hard
+    # Keys are compared one by one: the row's positive with each document, query with query. If a
+    # column pair has the row's query, its passage (index 0) is a positive of the row; its hard
     # negatives are not.
     num_negatives = columns.document_ids.shape[2] - 1
     query_ids = columns.query_ids[:, :, None]

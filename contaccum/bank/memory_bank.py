@@ -12,9 +12,9 @@ new queries against old documents, and old queries against new documents. Old pa
 block at a time, which resets one row of the table. Nothing is ever subtracted, which would lose
 precision. The host never waits for a GPU.
 
-Letters in shapes: n pairs in the micro-batch, m slots in the bank, q slots for queries (m, or 0
-without a query bank), h hard negatives per query, d the embedding size. A pair's documents are its
-passage, then its hard negatives.
+Letters in shapes: n pairs and h hard negatives per query in the micro-batch; M slots and b hard
+negatives per query in the bank, Q slots for its queries (M, or 0 without a query bank), m slots
+that are filled; d the embedding size. A pair's documents are its passage, then its hard negatives.
 
 Source: Kim, Lee and Kang, NeurIPS 2024 (arXiv 2406.12356), section 3.2; the table is ours.
 """
@@ -39,23 +39,20 @@ A bank with fewer pairs has one block per pair.
 """
 
 PAIRS_PER_MEAN = 64
-"""Maximum length of a run: consecutive pairs that share one stored mean of the query embeddings.
+"""Maximum size of a group: consecutive pairs that share one stored mean of the query embeddings.
 
 `contaccum.bank.drift` computes from the mean how far banked queries have drifted.
 """
 
 
 class LogitQuadrants(NamedTuple):
-    """Logits of a micro-batch: the three quadrants of the score matrix that have a gradient.
-
-    m is the number of filled slots here, the only ones that are scored.
-    """
+    """Logits of a micro-batch: the three quadrants of the score matrix that have a gradient."""
 
     banked: Pairs | None  # the bank's pairs; None without a bank
     in_batch: Tensor  # (n, n, 1 + h), local queries against local documents, own positives masked
-    against_bank: Tensor  # (n, m, 1 + h), local queries against banked documents
+    against_bank: Tensor  # (n, m, 1 + b), local queries against banked documents
     from_bank: Tensor  # (m, n, 1 + h), banked queries against local documents; m = 0 without them
-    against_bank_sums: Tensor  # (n, blocks), logsumexp of against_bank over each block of the ring
+    against_bank_sums: Tensor  # (n, filled blocks), logsumexp of against_bank over each block
 
 
 def score_quadrants(
@@ -73,7 +70,7 @@ def score_quadrants(
         return LogitQuadrants(None, in_batch, against_bank, from_bank, in_batch.new_zeros(n, 0))
     banked = bank.pairs
     against_bank = masked_logits(local, banked, settings, positives)
-    # (n, blocks, block_size * (1 + h))
+    # (n, filled blocks, block_size * (1 + b))
     logits_by_block = against_bank.unflatten(1, (-1, bank.block_size)).flatten(2)
     if bank.has_queries:
         from_bank = masked_logits(banked, local, settings, positives)
@@ -89,9 +86,10 @@ class MemoryBank(nn.Module):
     A full bank has at most ``bank_size`` pairs and at least 31/32 of them. It has all of them if
     ``bank_size`` and the sizes of all micro-batches are multiples of the block size.
 
-    Pairs are numbered from the start of training, and pair i is stored in slot i % num_slots. A
-    pair is in use until it retires. A document is valid (takes part in the loss) if its pair is in
-    use and its micro-batch was finite.
+    Pairs are numbered from the start of training. Pair i is at the position i - total_enqueued of
+    the new micro-batch, in the slot i % num_slots, and in the block i // block_size, whose index in
+    the ring is modulo num_blocks. A pair is in use until it retires. A document is valid (takes
+    part in the loss) if its pair is in use and its micro-batch was finite.
 
     The bank stores embeddings as they are given. With drift compensation, `BankedInfoNCE` passes
     documents minus the passage mean (see `contaccum.bank.drift`).
@@ -99,7 +97,7 @@ class MemoryBank(nn.Module):
     Args:
         bank_size: maximum number of pairs in use, at least 1.
         dim: the embedding size d.
-        hard_negatives: hard negatives h per pair; `ensure_shape` makes room for more.
+        hard_negatives: hard negatives b per pair; `ensure_shape` makes room for more.
         dtype: dtype of embeddings and log-sums, float32 or float64.
         query_bank_size: None for as many queries as passages, or 0 for a bank of passages alone.
         temperature: the temperature of the logits that are stored; part of the state.
@@ -107,18 +105,19 @@ class MemoryBank(nn.Module):
     Attributes:
         total_enqueued: number of pairs enqueued since the start of training.
         oldest_in_use: pairs with smaller numbers have retired. Blocks retire as a whole, so it can
-            exceed ``total_enqueued``. New pairs below it are counted, but not stored.
+            exceed ``total_enqueued``: if pair 520 must go, and a block has 16 pairs, pairs up to
+            527 retire. New pairs below it are counted, but not stored.
     """
 
-    queries: Tensor  # (q, d)
-    documents: Tensor  # (m, 1 + h, d): a passage, then its hard negatives
-    query_ids: Tensor  # int64 (IDS_PER_TEXT, m)
-    document_ids: Tensor  # int64 (IDS_PER_TEXT, m, 1 + h)
-    positive_logits: Tensor  # (q,), logit of each query and its own passage
-    valid: Tensor  # bool (m, 1 + h)
-    block_log_sums: Tensor  # (blocks, q), logsumexp of each query over the negatives of each block
-    total_log_sums: Tensor  # (q,), logsumexp of `block_log_sums` over the blocks
-    query_means: Tensor  # (q / pairs_per_mean, d), the query mean at the start of each run
+    queries: Tensor  # (Q, d)
+    documents: Tensor  # (M, 1 + b, d): a passage, then its hard negatives
+    query_ids: Tensor  # int64 (IDS_PER_TEXT, M)
+    document_ids: Tensor  # int64 (IDS_PER_TEXT, M, 1 + b)
+    positive_logits: Tensor  # (Q,), logit of each query and its own passage
+    valid: Tensor  # bool (M, 1 + b)
+    block_log_sums: Tensor  # (blocks, Q), logsumexp of each query over the negatives of each block
+    total_log_sums: Tensor  # (Q,), logsumexp of `block_log_sums` over the blocks
+    query_means: Tensor  # (Q / pairs_per_mean, d), the query mean at the start of each group
 
     def __init__(
         self,
@@ -233,7 +232,7 @@ class MemoryBank(nn.Module):
         """Store a micro-batch in place of the oldest blocks.
 
         Of a micro-batch larger than the bank, the last pairs are stored. Hard negatives beyond the
-        bank's h are dropped. New pairs below ``oldest_in_use`` are not stored.
+        bank's b are dropped. New pairs below ``oldest_in_use`` are not stored.
 
         Args:
             quadrants: logits of the micro-batch, from `score_quadrants`.
@@ -250,36 +249,37 @@ class MemoryBank(nn.Module):
         # int64 (pairs to store,)
         slots = torch.arange(first, end, device=self.documents.device) % self.num_slots
         if self.has_queries:
-            # Hard negatives that the bank does not store are not in its log-sums either.
+            # The table grows by three kinds of sums: of the old queries over the new documents, and
+            # of the new queries over the old and over the new documents. Hard negatives that the
+            # bank does not store are not in its log-sums either.
             num_documents = self.documents.shape[1]
-            in_batch = quadrants.in_batch[:, :, :num_documents]  # (n, n, <= 1 + h)
-            from_bank = quadrants.from_bank[:, :, :num_documents]  # (scored slots, n, <= 1 + h)
-            # The new queries over the old documents, without those that have just retired.
-            # (blocks, n)
+            in_batch = quadrants.in_batch[:, :, :num_documents]  # (n, n, <= 1 + b)
+            from_bank = quadrants.from_bank[:, :, :num_documents]  # (m, n, <= 1 + b)
+            # New queries, old documents: without those that have just retired. (blocks, n)
             new_log_sums = self.block_log_sums.new_full((self.num_blocks, len(in_batch)), MASKED)
             new_log_sums[: num_scored_slots // self.block_size] = quadrants.against_bank_sums.T
             for block in retired_blocks:
                 new_log_sums[block] = MASKED
-            for block, columns in self._split_into_blocks(first, end):
-                # The old queries over the new documents of this block.
-                sums = from_bank[:, columns].flatten(1).logsumexp(1)  # (scored slots,)
+            for block, positions_of_block in self._split_into_blocks(first, end):
+                # Old queries, new documents.
+                sums = from_bank[:, positions_of_block].flatten(1).logsumexp(1)  # (m,)
                 sums = sums.masked_fill(not_finite, MASKED)
                 for log_sums in (self.block_log_sums[block], self.total_log_sums):
                     of_old_queries = log_sums[:num_scored_slots]
                     torch.logaddexp(of_old_queries, sums, out=of_old_queries)
-                # The new queries over the new documents of this block.
-                sums = in_batch[:, columns].flatten(1).logsumexp(1)  # (n,)
+                # New queries, new documents.
+                sums = in_batch[:, positions_of_block].flatten(1).logsumexp(1)  # (n,)
                 torch.logaddexp(new_log_sums[block], sums, out=new_log_sums[block])
             new_log_sums = new_log_sums[:, positions].masked_fill(not_finite, MASKED)
             self.block_log_sums.index_copy_(1, slots, new_log_sums)
             self.total_log_sums.index_copy_(0, slots, new_log_sums.logsumexp(0))
         self._write_pairs(local, not_finite, positions, slots)
         if self.has_queries and query_mean is not None:
-            # Every run whose first pair is new gets the mean; see `PAIRS_PER_MEAN`.
-            first_run = _divide_rounding_up(first, self.pairs_per_mean)
-            end_run = _divide_rounding_up(end, self.pairs_per_mean)
-            for run in range(first_run, end_run)[-len(self.query_means) :]:
-                self.query_means[run % len(self.query_means)] = query_mean
+            # Every group whose first pair is new gets the mean; see `PAIRS_PER_MEAN`.
+            first_group = _divide_rounding_up(first, self.pairs_per_mean)
+            end_group = _divide_rounding_up(end, self.pairs_per_mean)
+            for group in range(first_group, end_group)[-len(self.query_means) :]:  # one lap at most
+                self.query_means[group % len(self.query_means)] = query_mean
         self.total_enqueued = end
 
     def _write_pairs(

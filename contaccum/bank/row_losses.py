@@ -29,8 +29,8 @@ class RowLosses(NamedTuple):
     """The losses of r rows, and what their gradients need."""
 
     losses: Tensor  # (r,)
-    differences: Tensor  # (r,), logsumexp of the logits of negatives, minus that of the positive
-    log_sums: Tensor  # (r,), logsumexp of the logits of negatives and positive
+    differences: Tensor  # (r,), D: logsumexp of the logits of negatives, minus the positive's
+    log_normalizers: Tensor  # (r,), logsumexp of the logits of negatives and positive
 
 
 def compute_row_losses(negative_log_sums: Tensor, positive_logits: Tensor) -> RowLosses:
@@ -42,7 +42,7 @@ def compute_row_losses(negative_log_sums: Tensor, positive_logits: Tensor) -> Ro
     # The difference is taken before the exponential: the softmax probability of a positive, minus
     # 1, would be nothing but rounding error once its row is almost solved.
     differences = negative_log_sums - positive_logits
-    # An infinite logit of a positive is NaN, or it would pass for a solved row.
+    # Make the loss NaN if the logit of the positive is infinite: it would pass for a solved row.
     differences = threshold(differences, torch.finfo(differences.dtype).min, math.nan)
     losses = softplus(differences, threshold=SOFTPLUS_THRESHOLD)
     return RowLosses(losses, differences, torch.logaddexp(negative_log_sums, positive_logits))
@@ -57,35 +57,39 @@ def compute_row_gradients(
 ) -> Tensor:
     """Compute the gradient of the sum of row losses, times the temperature, (n, 2 + h, d).
 
+    The caller divides it by the temperature and by the divisor of the loss at once.
+
     The derivative of a row's loss with respect to the logit of a negative is the softmax
     probability of the negative. With respect to the logit of the positive it is minus the sum of
     these probabilities, which is sigmoid(D) and stays exact in a row that is almost solved.
 
     Args:
-        query_drift: (runs, d), movement of the query tower's mean since the queries of each run
-            of banked rows were stored; None for no movement. The gradient of local documents is
-            computed with stored query + drift. The logits are those of the stored queries, so that
-            they agree with the log-sums of the bank.
+        query_drift: (groups, d), movement of the query tower's mean since the queries of each group
+            of m / groups banked rows were stored; None for no movement. The gradient of local
+            documents is computed with stored query + drift. The logits are those of the stored
+            queries, so that they agree with the log-sums of the bank.
     """
     n = len(local.queries)
     # The softmax probabilities of the negatives, (n, n, 1 + h).
-    in_batch_weights = (quadrants.in_batch - local_rows.log_sums[:, None, None]).exp()
+    in_batch_weights = (quadrants.in_batch - local_rows.log_normalizers[:, None, None]).exp()
     # A row's own positive is masked, so its place in the matrix is free.
     in_batch_weights[:, :, 0].diagonal().sub_(local_rows.differences.sigmoid())
     in_batch_weights = in_batch_weights.flatten(1)  # (n, n * (1 + h))
     query_gradient = in_batch_weights @ local.documents.flatten(0, 1)  # (n, d)
     document_gradient = in_batch_weights.T @ local.queries  # (n * (1 + h), d)
     if quadrants.banked is not None:
-        bank_weights = (quadrants.against_bank - local_rows.log_sums[:, None, None]).exp()
+        normalizers = local_rows.log_normalizers[:, None, None]
+        against_bank_weights = (quadrants.against_bank - normalizers).exp()  # (n, m, 1 + h)
         documents = quadrants.banked.documents.flatten(0, 1)  # (m * (1 + h), d)
-        query_gradient.addmm_(bank_weights.flatten(1), documents)
+        query_gradient.addmm_(against_bank_weights.flatten(1), documents)
     if quadrants.banked is not None and banked_rows is not None:
-        banked_weights = (quadrants.from_bank - banked_rows.log_sums[:, None, None]).exp()
-        banked_weights = banked_weights.flatten(1)  # (m, n * (1 + h))
-        document_gradient.addmm_(banked_weights.T, quadrants.banked.queries)
+        normalizers = banked_rows.log_normalizers[:, None, None]
+        from_bank_weights = (quadrants.from_bank - normalizers).exp().flatten(1)
+        document_gradient.addmm_(from_bank_weights.T, quadrants.banked.queries)
         if query_drift is not None:
-            sums_of_runs = banked_weights.unflatten(0, (len(query_drift), -1)).sum(1)
-            document_gradient.addmm_(sums_of_runs.T, query_drift)
+            # (groups, rows of a group, n * (1 + h)), summed over the rows
+            sums_of_groups = from_bank_weights.unflatten(0, (len(query_drift), -1)).sum(1)
+            document_gradient.addmm_(sums_of_groups.T, query_drift)
     gradients = [query_gradient[:, None], document_gradient.unflatten(0, (n, -1))]
     return torch.cat(gradients, dim=1)
 

@@ -230,7 +230,7 @@ class ContAccumLoss(ModelLoss):
 
         Raises:
             ValueError: for fewer than two columns, inside AdaptiveLayerLoss or Matryoshka2dLoss,
-                and for labels of the shape of text ids that are none.
+                and for labels that look like ids of texts but are small integers.
         """
         features = list(sentence_features)
         self._require_columns(features)
@@ -282,11 +282,9 @@ class ContAccumLoss(ModelLoss):
         if not self._uses_bank or self._is_repeated_call:
             return
         clock = None if self.info_nce is None else self.info_nce.clock
-        is_encoded = self._probe.encode_if_due(features, clock, self._is_inside_matryoshka)
-        for size, loss_fn in self._get_info_nces().items():
-            if is_encoded:
-                self._probe.pass_to_loss(loss_fn, size)
-            loss_fn.compensation.expects_probe = self._probe.parts is not None
+        if self._probe.encode_if_due(features, clock, self._is_inside_matryoshka):
+            for dim, loss_fn in self._get_info_nces().items():
+                self._probe.pass_to_loss(loss_fn, dim)
 
     def _compute_ids(
         self, features: list[dict[str, Any]], labels: Tensor | None
@@ -324,18 +322,17 @@ class ContAccumLoss(ModelLoss):
             self._has_seen_ids = True
         return labels
 
-    def _get_or_make_info_nce(self, size: int) -> BankedInfoNCE:
+    def _get_or_make_info_nce(self, dim: int) -> BankedInfoNCE:
         """Return the `BankedInfoNCE` of an embedding size; the first call makes it."""
-        loss_fn = self._get_info_nces().get(size)
-        if loss_fn is not None:
-            return loss_fn
-        loss_fn = BankedInfoNCE.from_settings(self.settings)
-        loss_fn.positives = self._positives
+        loss_fn = self._get_info_nces().get(dim)
+        if loss_fn is None:
+            loss_fn = BankedInfoNCE.from_settings(self.settings)
+            loss_fn.positives = self._positives
+            if self._pairs_in_update is not None:
+                loss_fn.begin_update(self._pairs_in_update)
+            self.info_nces[str(dim)] = loss_fn
+            self._probe.pass_to_loss(loss_fn, dim)
         loss_fn.compensation.expects_probe = self._probe.parts is not None
-        if self._pairs_in_update is not None:
-            loss_fn.begin_update(self._pairs_in_update)
-        self.info_nces[str(size)] = loss_fn
-        self._probe.pass_to_loss(loss_fn, size)
         return loss_fn
 
     @property
@@ -392,7 +389,7 @@ class ContAccumLoss(ModelLoss):
     def _get_info_nces(self) -> dict[int, BankedInfoNCE]:
         """Return the `BankedInfoNCE` of each embedding size."""
         items = self.info_nces.items()
-        return {int(size): cast(BankedInfoNCE, loss_fn) for size, loss_fn in items}
+        return {int(dim): cast(BankedInfoNCE, loss_fn) for dim, loss_fn in items}
 
     @property
     def info_nce(self) -> BankedInfoNCE | None:
@@ -456,11 +453,11 @@ class ContAccumLoss(ModelLoss):
             state = {name.removeprefix(prefix): state[name] for name in names}
         state = self._probe.load_state_dict(state)
         # The keys are "<embedding size>.<name>".
-        sizes = {int(key.split(".", 1)[0]) for key in state}
-        for size in self._get_info_nces().keys() - sizes:
-            del self.info_nces[str(size)]
-        for size in sizes:
-            self._get_or_make_info_nce(size)
+        dims = {int(key.split(".", 1)[0]) for key in state}
+        for dim in self._get_info_nces().keys() - dims:
+            del self.info_nces[str(dim)]
+        for dim in dims:
+            self._get_or_make_info_nce(dim)
         self.info_nces.load_state_dict(state)
 
     @property

@@ -167,7 +167,7 @@ class EncoderProbe:
                 embeddings.append(torch.cat([no_rows, *outputs[: len(own_parts)]]))  # (S, d)
         return embeddings
 
-    def pass_to_loss(self, loss_fn: BankedInfoNCE, size: int) -> None:
+    def pass_to_loss(self, loss_fn: BankedInfoNCE, dim: int) -> None:
         """Pass the probe's last embeddings to the loss for an embedding size, if there are any."""
         if self._embeddings is None:
             return
@@ -175,7 +175,7 @@ class EncoderProbe:
         if self._is_inside_matryoshka:
             # MatryoshkaLoss cuts the embeddings of the columns in the same way; `shrink` also
             # normalises them.
-            embeddings = [shrink(x, size) for x in embeddings]  # (S, size)
+            embeddings = [shrink(x, dim) for x in embeddings]  # (S, dim)
         loss_fn.observe_probe(*embeddings)
 
     def state_dict(self) -> dict[str, Tensor]:

@@ -75,7 +75,7 @@ def enqueue(bank: MemoryBank, embeddings: Sequence[Tensor], ids: Sequence[Tensor
 class NoCentering(GradientCentering):
     """Centring that leaves every gradient as it is."""
 
-    def __call__(self, *args: Any) -> None:
+    def centre(self, *args: Any) -> None:
         """Change nothing."""
 
 
