@@ -16,6 +16,8 @@ import pytest
 import torch
 from programs import ROOT, run_program
 
+from contaccum import BankedInfoNCE
+
 PROGRAM = "benchmarks/gpu.py"
 PAGE = ROOT / "docs" / "gpu.md"
 PARTS = (
@@ -83,6 +85,21 @@ def test_exactness_and_query_side_run_and_record_a_given_commit(tmp_path):
         assert 1e-5 < cases[f"{name}, none"]["relative_errors"]["queries"] < 1e-2
     for dtype in ("float16", "float32"):
         assert 0 < dry_run.cases("query_side")[f"gradient, {dtype}"]["error"] < 1e-5
+
+
+def test_exactness_fails_for_a_gradient_that_is_wrong_by_a_billionth(monkeypatch):
+    part = importlib.import_module("gpu_parts.loss_exact")
+    batch = part.make_batch(part.TINY, torch.device("cpu"))
+    assert part.measure_errors(*batch, part.TINY.local, "float64", "auto")["passed"]
+    exact = BankedInfoNCE.forward
+
+    def compute_wrong_loss(self: BankedInfoNCE, queries: Any, *columns: Any) -> Any:
+        return exact(self, queries + 1e-9 * (queries - queries.detach()), *columns)
+
+    monkeypatch.setattr(BankedInfoNCE, "forward", compute_wrong_loss)
+    result = part.measure_errors(*batch, part.TINY.local, "float64", "auto")
+    assert not result["passed"]
+    assert result["relative_errors"]["queries"] == pytest.approx(1e-9, rel=0.1)
 
 
 @pytest.mark.long
