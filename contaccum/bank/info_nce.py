@@ -16,9 +16,9 @@ A pair in the bank is called an entry. An entry is aged if it is from before the
 was therefore encoded by an older encoder. A tower is the encoder in one of its roles, for queries
 or for passages. Drift is the movement of a tower's embeddings since the entries were encoded.
 
-Letters in shapes: n local pairs, h hard negatives per query, m slots of the bank that are filled
-(`MemoryBank.num_filled_slots`), d the embedding size. The documents of a pair are its positive
-passage, then its hard negatives.
+Letters in shapes: n local pairs, h hard negatives per query, b of them in the bank, m slots of the
+bank that are filled (`MemoryBank.num_filled_slots`), d the embedding size. The documents of a pair
+are its positive passage, then its hard negatives.
 """
 
 from __future__ import annotations
@@ -170,8 +170,9 @@ class BankedInfoNCE(nn.Module):
     ) -> tuple[Tensor, Tensor | None]:
         """Compute the loss and its gradient, and enqueue the micro-batch in training.
 
-        The arguments have the shapes that `forward` gives them; the gradient is None if the
-        embeddings need none.
+        Embeddings are (n, 2 + h, d): of the query, the positive and the negatives of each pair; ids
+        are int64 (n, 2 + h, IDS_PER_TEXT). The gradient, of the shape of the embeddings, is None if
+        they need none.
         """
         settings = self.settings
         needs_gradient = embeddings.requires_grad
@@ -189,10 +190,11 @@ class BankedInfoNCE(nn.Module):
             lengths = lengths.clamp_min(MIN_LENGTH)
             embeddings = embeddings / lengths  # of length 1 from here on
 
-        # The logits. Documents are relative to the passage mean at the time of their micro-step, so
-        # that banked documents move along when the mean moves (see `contaccum.bank.drift`). A
-        # vector that is subtracted from all documents of a row does not change its loss.
-        bank = self._prepare_bank(embeddings)
+        # The logits. Documents are relative to the passage mean at the time of their micro-step.
+        # So banked documents move along when the mean moves (see `contaccum.bank.drift`): beside
+        # local ones, a stored d - mean then counts as d - mean then + mean now. A vector that is
+        # subtracted from all documents of a row does not change its loss.
+        bank = self._prepare_bank(embeddings)  # None with bank_size=0
         query_mean, passage_mean = self.compensation.compute_means(
             embeddings[:, 0], embeddings[:, 1], is_training
         )
@@ -225,8 +227,8 @@ class BankedInfoNCE(nn.Module):
             if settings.normalize_by == "all":
                 divisor = n + (~is_invalid).sum(dtype=loss.dtype)
         loss = loss / divisor
-        # A sum is finite only if all its terms are, and only finite numbers times zero are not NaN:
-        # fewer operators than `isfinite`.
+        # A sum is finite only if all its terms are, and x * 0 is NaN if x is NaN or infinite. This
+        # takes fewer operators than `isfinite`.
         not_finite = ((loss + embeddings.sum()) * 0).isnan()
 
         # The gradient. Enqueueing changes the bank in place, so the gradient is computed before it.
@@ -236,7 +238,8 @@ class BankedInfoNCE(nn.Module):
             gradient = compute_row_gradients(local, quadrants, local_rows, banked_rows, query_drift)
             gradient = gradient / (settings.temperature * divisor)  # (n, 2 + h, d)
             if is_training and settings.drift_compensation == "auto":
-                # In place: over the update, the gradients of documents then sum to zero.
+                # In place: the gradients of documents then sum to zero over the update, so that new
+                # documents are not driven away from aged ones (see `contaccum.bank.centering`).
                 self.centering.centre(gradient, self.clock.num_updates, num_aged > 0, not_finite)
             if lengths is not None:
                 # For x = y / |y| the gradient of y is that of x without its part along x, divided
@@ -252,6 +255,7 @@ class BankedInfoNCE(nn.Module):
         # as invalid.
         afterwards = {}
         if is_training and bank is not None:
+            # Without this micro-batch if it is not finite.
             stored_query_mean = self.compensation.store_means(bank, n, not_finite)
             oldest_allowed = self.compensation.compute_oldest_allowed(bank, n, self.clock)
             bank.append(local, quadrants, not_finite, oldest_allowed, stored_query_mean)

@@ -7,14 +7,16 @@ no gradient, so one number per query is enough, its log-sum
 
 `MemoryBank` keeps L_i exact without computing any score again. A table, with a row per block of the
 ring and a column per banked query, holds the logsumexp of the query's logits over the documents of
-the block. L_i is the logsumexp of a column. The loss computes all these logits anyway: it scores
-new queries against old documents, and old queries against new documents. Old pairs retire a whole
-block at a time, which resets one row of the table. Nothing is ever subtracted, which would lose
-precision. The host never waits for a GPU.
+the block. L_i is the logsumexp of a column, and is kept beside the table. The loss computes all
+these logits anyway: it scores new queries against old documents, and old queries against new
+documents. Old pairs retire a whole block at a time, which resets one row of the table and sums the
+columns anew. Nothing is ever subtracted, which would lose precision. The host never waits for a
+GPU.
 
 Letters in shapes: n pairs and h hard negatives per query in the micro-batch; M slots and b hard
 negatives per query in the bank, Q slots for its queries (M, or 0 without a query bank), m slots
-that are filled; d the embedding size. A pair's documents are its passage, then its hard negatives.
+that are filled (all of the blocks that have been reached, also if some are empty or have retired);
+d the embedding size. A pair's documents are its passage, then its hard negatives.
 
 Source: Kim, Lee and Kang, NeurIPS 2024 (arXiv 2406.12356), section 3.2; the table is ours.
 """
@@ -46,12 +48,12 @@ PAIRS_PER_MEAN = 64
 
 
 class LogitQuadrants(NamedTuple):
-    """Logits of a micro-batch: the three quadrants of the score matrix that have a gradient."""
+    """Logits of a micro-batch: three quadrants of the score matrix, and their banked pairs."""
 
     banked: Pairs | None  # the bank's pairs; None without a bank
     in_batch: Tensor  # (n, n, 1 + h), local queries against local documents, own positives masked
     against_bank: Tensor  # (n, m, 1 + b), local queries against banked documents
-    from_bank: Tensor  # (m, n, 1 + h), banked queries against local documents; m = 0 without them
+    from_bank: Tensor  # (m, n, 1 + h), banked queries against local documents, or (0, n, 1 + h)
     against_bank_sums: Tensor  # (n, filled blocks), logsumexp of against_bank over each block
 
 
@@ -82,7 +84,8 @@ def score_quadrants(
 class MemoryBank(nn.Module):
     """Ring buffer of the last ``bank_size`` pairs, which retire a block at a time.
 
-    The number of pairs in a block is the largest power of two up to ``bank_size`` / 32, at least 1.
+    The number of pairs in a block is the largest power of two up to ``bank_size`` / 32, at least 1;
+    num_slots = num_blocks * block_size is ``bank_size``, rounded up to whole blocks.
     A full bank has at most ``bank_size`` pairs and at least 31/32 of them. It has all of them if
     ``bank_size`` and the sizes of all micro-batches are multiples of the block size.
 
@@ -92,7 +95,8 @@ class MemoryBank(nn.Module):
     part in the loss) if its pair is in use and its micro-batch was finite.
 
     The bank stores embeddings as they are given. With drift compensation, `BankedInfoNCE` passes
-    documents minus the passage mean (see `contaccum.bank.drift`).
+    documents minus the passage mean (see `contaccum.bank.drift`). Consecutive queries, a group of
+    at most `PAIRS_PER_MEAN`, share one stored mean of the query tower.
 
     Args:
         bank_size: maximum number of pairs in use, at least 1.
@@ -157,11 +161,6 @@ class MemoryBank(nn.Module):
         add_buffer("query_means", (num_queries // self.pairs_per_mean, dim), 0, dtype)
         self.total_enqueued = 0
         self.oldest_in_use = 0
-
-    @property
-    def passages(self) -> Tensor:
-        """The passages (m, d), a view."""
-        return self.documents[:, 0]
 
     @property
     def pairs_in_use(self) -> range:
@@ -244,7 +243,7 @@ class MemoryBank(nn.Module):
         end = self.total_enqueued + len(local.queries)
         retired_blocks = self.retire_before(max(oldest_allowed, end - self.bank_size))
         first = max(self.total_enqueued, self.oldest_in_use)  # skip new pairs that have retired
-        first = min(first, end)  # all of them may have retired
+        first = min(first, end)  # all of them may have retired; see `oldest_in_use`
         positions = slice(first - self.total_enqueued, None)
         # int64 (pairs to store,)
         slots = torch.arange(first, end, device=self.documents.device) % self.num_slots

@@ -4,8 +4,8 @@ A row is a query with its logits. The bank changes in the forward pass of the lo
 could not use it in the backward pass: the gradients are computed in the forward pass, from sums
 that the losses need anyway, and `PrecomputedGradient` passes them on.
 
-Letters in shapes: r rows, n local pairs, h hard negatives per query, m filled slots of the bank, d
-the embedding size.
+Letters in shapes: r rows, n local pairs, h hard negatives per query, b of them in the bank, m
+filled slots of the bank, d the embedding size.
 """
 
 from __future__ import annotations
@@ -43,6 +43,7 @@ def compute_row_losses(negative_log_sums: Tensor, positive_logits: Tensor) -> Ro
     # 1, would be nothing but rounding error once its row is almost solved.
     differences = negative_log_sums - positive_logits
     # Make the loss NaN if the logit of the positive is infinite: it would pass for a solved row.
+    # `threshold` replaces all values that are not above its first number.
     differences = threshold(differences, torch.finfo(differences.dtype).min, math.nan)
     losses = softplus(differences, threshold=SOFTPLUS_THRESHOLD)
     return RowLosses(losses, differences, torch.logaddexp(negative_log_sums, positive_logits))
@@ -79,8 +80,8 @@ def compute_row_gradients(
     document_gradient = in_batch_weights.T @ local.queries  # (n * (1 + h), d)
     if quadrants.banked is not None:
         normalizers = local_rows.log_normalizers[:, None, None]
-        against_bank_weights = (quadrants.against_bank - normalizers).exp()  # (n, m, 1 + h)
-        documents = quadrants.banked.documents.flatten(0, 1)  # (m * (1 + h), d)
+        against_bank_weights = (quadrants.against_bank - normalizers).exp()  # (n, m, 1 + b)
+        documents = quadrants.banked.documents.flatten(0, 1)  # (m * (1 + b), d)
         query_gradient.addmm_(against_bank_weights.flatten(1), documents)
     if quadrants.banked is not None and banked_rows is not None:
         normalizers = banked_rows.log_normalizers[:, None, None]

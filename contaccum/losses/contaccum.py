@@ -278,7 +278,7 @@ class ContAccumLoss(ModelLoss):
             )
 
     def _encode_probe_if_due(self, features: list[dict[str, Any]]) -> None:
-        """Encode the drift probe if it is due, and pass it to the loss of each embedding size."""
+        """Encode a few fixed texts again if it is time, by which each loss measures its drift."""
         if not self._uses_bank or self._is_repeated_call:
             return
         clock = None if self.info_nce is None else self.info_nce.clock

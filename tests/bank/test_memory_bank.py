@@ -42,7 +42,7 @@ def test_the_bank_holds_the_last_pairs_in_slots_that_wrap(bank_size, block_size,
         assert bank.valid[slots].all()
         # The parts of a pair lie in one slot.
         assert torch.equal(bank.queries[slots][:, 0], bank.query_ids[0, slots].float())
-        assert torch.equal(bank.passages[slots], bank.queries[slots] + 0.5)
+        assert torch.equal(bank.documents[slots, 0], bank.queries[slots] + 0.5)
         assert torch.equal(bank.document_ids[0, slots, 0], bank.query_ids[0, slots] + 1000)
 
 
@@ -68,7 +68,7 @@ def test_log_sums_equal_those_of_the_dense_block(bank_size):
         has_negatives = exact > -math.inf
         assert torch.allclose(log_sums[has_negatives], exact[has_negatives], rtol=1e-13, atol=0)
         assert (log_sums[~has_negatives] < -1e29).all()
-        positive_logits = (bank.queries[slots] * bank.passages[slots]).sum(1) / 0.5
+        positive_logits = (bank.queries[slots] * bank.documents[slots, 0]).sum(1) / 0.5
         assert torch.allclose(bank.positive_logits[slots], positive_logits, rtol=1e-12, atol=1e-13)
 
 
@@ -94,4 +94,4 @@ def test_pairs_of_a_retired_block_are_not_stored():
         enqueue(bank, [queries[row : row + 1]] * 2)
     assert bank.total_enqueued == 6 and bank.in_use == 2
     assert bank.valid[:8, 0].tolist() == [False] * 4 + [True] * 2 + [False] * 2
-    assert torch.equal(bank.passages[4:6], queries[4:])
+    assert torch.equal(bank.documents[4:6, 0], queries[4:])
