@@ -131,7 +131,7 @@ def expected(make_model, dataset, tmp_path_factory) -> dict[str, Tensor]:
     # Some entries were retired. So a loop without end_update or without the probe ends differently.
     bank = namespace["loss_fn"].bank
     assert 0 < bank.in_use < bank.bank_size
-    return {**weights, "banked passages": bank.passages}
+    return {**weights, "banked passages": bank.documents}
 
 
 def assert_all_equal(actual: dict[str, Tensor], expected: dict[str, Tensor]) -> None:
@@ -154,7 +154,7 @@ def test_interrupted_loop_ends_with_the_weights_of_the_plain_loop(
         run_loop(section, make_model(interrupt_at=12 * 4 + 3), dataset)
     model = make_model()
     bank = get_bank(run_loop(section, model, dataset))
-    assert_all_equal({**model.state_dict(), "banked passages": bank.passages}, expected)
+    assert_all_equal({**model.state_dict(), "banked passages": bank.documents}, expected)
 
 
 @pytest.mark.slow  # twenty updates and a restart, in each of two loops
@@ -180,7 +180,7 @@ def test_loop_that_is_killed_while_it_writes_the_bank_continues_from_a_complete_
             run_loop(section, make_model(), dataset)
     model = make_model()
     bank = get_bank(run_loop(section, model, dataset))
-    assert_all_equal({**model.state_dict(), "banked passages": bank.passages}, expected)
+    assert_all_equal({**model.state_dict(), "banked passages": bank.documents}, expected)
 
 
 def run_accelerate_loop_in_group(rank: int, folder: Path, port: int) -> None:
@@ -203,7 +203,7 @@ def run_accelerate_loop_in_group(rank: int, folder: Path, port: int) -> None:
     result = {
         "rates": rates,
         "weights": model.state_dict(),
-        "bank": namespace["loss_fn"].bank.passages,
+        "bank": namespace["loss_fn"].bank.documents,
     }
     torch.save(result, folder / f"{rank}.pt")
 
@@ -258,4 +258,4 @@ def test_trainer_ends_with_the_weights_of_the_plain_loop(make_model, dataset, ex
     trainer = ContAccumTrainer(model=model, args=args, train_dataset=dataset)
     trainer.train()
     bank = trainer.loss.info_nce.bank
-    assert_all_equal({**model.state_dict(), "banked passages": bank.passages}, expected)
+    assert_all_equal({**model.state_dict(), "banked passages": bank.documents}, expected)
