@@ -225,7 +225,7 @@ def test_a_run_in_bf16_has_a_bank_in_float32(tmp_path):
         assert math.isfinite(line["loss"])
         assert line["grad_norm_query"] > 0
     (loss,) = trainer.bank_losses()
-    assert loss.info_nce.bank.passages.dtype == torch.float32
+    assert loss.info_nce.bank.documents.dtype == torch.float32
 
 
 def test_prompts_and_lengths_of_the_model_are_used_in_training(tmp_path):

@@ -300,7 +300,7 @@ def test_a_nonfinite_loss_changes_no_weight_and_its_rows_are_named(
     assert f"update 2: the loss is not finite (rows {rows} of the training" in caplog.text
     assert "skipped, 1 of max_skipped_updates=10" in caplog.text
     if method == "contaccum":
-        assert torch.isfinite(trainer.loss.info_nce.bank.passages).all()
+        assert torch.isfinite(trainer.loss.info_nce.bank.documents).all()
 
 
 class WeightedLoss(MultipleNegativesRankingLoss):
