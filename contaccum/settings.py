@@ -180,9 +180,6 @@ class ModelSettings:
     load_in_4bit: bool = option(
         False, "Load the weights of the base model in 4 bits, with bitsandbytes."
     )
-    merge_adapter: bool = option(
-        False, "At the end, save a full model: the weights with the adapter added."
-    )
     blend: float = option(
         1.0,
         "At the end, save this share of the trained weights plus the rest of the earlier ones.",
@@ -616,22 +613,6 @@ REFUSALS: tuple[tuple[type, Callable[[Any], object], str], ...] = (
         lambda s: s.fp16 and s.engine == "deepspeed",
         "fp16=true with deepspeed: DeepSpeed scales the loss itself, so that the logged gradient "
         "norms would be scaled too. Set bf16=true",
-    ),
-    (
-        Settings,
-        lambda s: (
-            s.merge_adapter
-            and s.output_dir
-            and Path(s.model).resolve() == Path(s.output_dir).resolve()
-        ),
-        "merge_adapter with model as output_dir: the merged model would overwrite the base model "
-        "that the checkpoints need. Set another output_dir",
-    ),
-    (
-        Settings,
-        lambda s: s.merge_adapter and s.push_to_hub,
-        "merge_adapter with push_to_hub: the adapter would be uploaded before it is merged. Drop "
-        "push_to_hub, and upload the merged folder afterwards",
     ),
 )
 """(class of the settings, condition, message); ``{s.name}`` in a message is a setting's value."""

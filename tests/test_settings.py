@@ -195,11 +195,6 @@ def test_text_that_cannot_be_read_is_refused(text, arguments, named, tmp_path):
         (AUTO, "total_train_batch_size"),
         ({"early_stopping_patience": 2}, "eval_strategy=no"),
         ({"num_train_epochs": 0}, "num_train_epochs=0: it must be above 0"),
-        ({"lora_r": 2, "merge_adapter": True, "push_to_hub": True}, "push_to_hub"),
-        (
-            {"lora_r": 2, "merge_adapter": True, "output_dir": "m", "model": "m"},
-            "another output_dir",
-        ),
         ({"bank_sise": 3}, "did you mean 'bank_size'"),
         ({"weight_deca": 0.1}, "did you mean 'weight_decay'"),
     ],

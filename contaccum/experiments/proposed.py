@@ -100,7 +100,7 @@ def make_base_settings(settings: Settings) -> Settings:
     The base model encodes the store for query-side training. A query-side training has no adapter
     in its document tower, and it refuses a store that another document tower has encoded.
     """
-    without_adapter = {"lora_r": None, "load_in_4bit": False, "merge_adapter": False}
+    without_adapter = {"lora_r": None, "load_in_4bit": False}
     return for_method(settings, "grad_accum", **find("needs", "lora_r"), **without_adapter)
 
 

@@ -120,13 +120,10 @@ def load_model(settings: Settings, device: str | None = None) -> DualEncoder:
         )
     elif adapters.has_adapter(model):
         adapters.make_adapter_trainable(model)
-    else:
-        # Only now is it certain that the saved model has no adapter either.
-        for name in ("load_in_4bit", "merge_adapter"):
-            if getattr(settings, name):
-                raise ConfigError(
-                    f"{name}=True without lora_r: it has no effect. Set lora_r, or drop {name}"
-                )
+    elif settings.load_in_4bit:
+        raise ConfigError(
+            "load_in_4bit without lora_r: 4-bit weights cannot train. Set lora_r, or drop it"
+        )
     if is_moved_later:
         model = model.to(device)
     return model

@@ -48,12 +48,7 @@ from contaccum import work
 from contaccum.data.samplers import RESUMABLE_SAMPLERS
 from contaccum.data.sampling import first_texts, get_samplings
 from contaccum.distributed import broadcast
-from contaccum.encoders.adapters import (
-    describe_adapters,
-    has_adapter,
-    merge_adapter,
-    replace_saved_adapter,
-)
+from contaccum.encoders.adapters import describe_adapters, has_adapter
 from contaccum.encoders.dual_encoder import DualEncoder
 from contaccum.encoders.loading import copy_module_code, loading, require_model
 from contaccum.encoders.settings import is_tied
@@ -787,12 +782,4 @@ def train_and_save(
         before_training = load_model(settings, str(args.device))
         trainer.model = merge_models(before_training, encoder, settings.blend)
     trainer.save_model(str(output_dir))
-    if settings.merge_adapter and trainer.is_world_process_zero():
-        # The weights are rounded to the dtype of the base model; see `adapters.merge_adapter`.
-        trusted = settings.trust_remote_code
-        model = DualEncoder.from_pretrained(
-            str(output_dir), device="cpu", trust_remote_code=trusted
-        )
-        merge_adapter(model)
-        replace_saved_adapter(output_dir, model)
     return args
