@@ -152,7 +152,7 @@ def test_a_written_config_says_that_it_needs_the_flag(tmp_path):
         ("- a", [], "`key: value`"),
         ("pooling: max", [], "pooling must be one of"),
         ("bank_size: many", [], r"c\.yaml: bank_size cannot be 'many'"),
-        ("per_device_train_batch_size: 8.5", [], "a whole number or auto"),
+        ("per_device_train_batch_size: 8.5", [], "cannot be 8.5"),
         ("bf16: 2", [], "must be true or false"),
         ("weight_decay: much", [], "weight_decay cannot be 'much'"),
     ],
@@ -169,7 +169,6 @@ def test_text_that_cannot_be_read_is_refused(text, arguments, named, tmp_path):
     [
         ({"method": "gradcache"}, "did you mean 'grad_cache'"),
         ({"distill": "mse"}, "margin_mse, kl"),
-        ({"bank_size": "8"}, "bank_size must be of type int"),
         ({"bank_size": -1}, "bank_size=-1: it must be at least 0"),
         ({"bank_size": 4, "query_bank_size": 2}, "query_bank_size"),
         ({"temperature": 0.0}, "temperature=0.0: it must be above 0"),
@@ -191,7 +190,6 @@ def test_text_that_cannot_be_read_is_refused(text, arguments, named, tmp_path):
         ({**ZERO, "method": "grad_cache"}, "method=grad_cache"),
         ({**ZERO, "fp16": True}, "fp16=true"),
         ({"fsdp": True, **AUTO, "total_train_batch_size": 12}, "fsdp"),
-        ({"auto_find_batch_size": True}, "per_device_train_batch_size=auto"),
         (AUTO, "total_train_batch_size"),
         ({"early_stopping_patience": 2}, "eval_strategy=no"),
         ({"num_train_epochs": 0}, "num_train_epochs=0: it must be above 0"),
@@ -245,7 +243,6 @@ def test_fields_say_which_methods_use_a_setting_and_who_sets_it():
     ("message", "settings"),
     [
         ("bank_size", {"bank_size": -1}),
-        ("bank_size must be of type int, got None", {"bank_size": None}),
         ("query_bank_size", {"bank_size": 4, "query_bank_size": 2}),
         ("temperature", {"temperature": 0.0}),
         ("similarity must be one of cos, dot", {"similarity": "euclidean"}),

@@ -7,13 +7,13 @@ and the sizes of micro-batch and update on several devices. It loads neither mod
 
 from __future__ import annotations
 
+import copy
 import os
-from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from dataclasses import dataclass, fields, make_dataclass
+from typing import TYPE_CHECKING, Any, get_type_hints
 
 import torch
 from sentence_transformers import SentenceTransformerTrainingArguments
-from transformers.integrations import get_available_reporting_integrations
 from transformers.trainer_utils import SaveStrategy
 
 from contaccum.errors import ConfigError, check_choice
@@ -27,16 +27,16 @@ from contaccum.settings import (
     DistillationSettings,
     LossSettings,
     MethodSettings,
+    Settings,
     SimilaritySettings,
-    TrainingSettings,
-    extend_arguments,
-    select,
+    check_training,
+    get_engine,
     to_dict,
 )
 from contaccum.training.engines import configure_deepspeed, require_deepspeed
 
 if TYPE_CHECKING:
-    # For type checkers and editors, which do not run `extend_arguments`.
+
     @dataclass
     class _Arguments(  # type: ignore[misc]  # the settings are frozen, these arguments are not
         DistillationSettings,
@@ -47,17 +47,23 @@ if TYPE_CHECKING:
     ):
         pass
 else:
-    _Arguments = extend_arguments(SentenceTransformerTrainingArguments, TrainingSettings)
+    _added = []
+    for _group in (MethodSettings, LossSettings, SimilaritySettings, DistillationSettings):
+        for _setting in fields(_group):
+            # For HfArgumentParser, all metadata of a field are arguments of argparse.
+            _argument = copy.copy(_setting)
+            _argument.metadata = {"help": _setting.metadata["help"].replace("%", "%%")}
+            _added.append((_setting.name, get_type_hints(_group)[_setting.name], _argument))
+    _Arguments = make_dataclass("_Arguments", _added, bases=(SentenceTransformerTrainingArguments,))
 
 
 class ContAccumTrainingArguments(_Arguments):
     """Arguments of `ContAccumTrainer`, which extend SentenceTransformerTrainingArguments.
 
-    With every method, the user sets the pairs of a micro-batch with ``per_device_train_batch_size``
-    and the micro-batches of an update with ``gradient_accumulation_steps``. The methods
-    ``grad_cache`` and ``contaccum_cached`` join the micro-batches of an update into one batch, and
-    encode it one micro-batch at a time; the two arguments are then changed to the size of the batch
-    and 1. ``contaccum train --help`` describes the other arguments.
+    With every method, ``per_device_train_batch_size`` are the pairs of a micro-batch, and
+    ``gradient_accumulation_steps`` the micro-batches of an update. ``grad_cache`` and
+    ``contaccum_cached`` join these into one batch, and encode it one micro-batch at a time; the two
+    arguments become the size of the batch and 1. ``contaccum train --help`` has the others.
 
     Raises:
         ConfigError: for combinations that cannot work; the message names both settings.
@@ -68,10 +74,10 @@ class ContAccumTrainingArguments(_Arguments):
             "per_device_train_batch_size": self.per_device_train_batch_size,
             "gradient_accumulation_steps": self.gradient_accumulation_steps,
         }
-        self.has_auto_micro_batch = str(self.per_device_train_batch_size).lower() == "auto"
+        self.has_auto_micro_batch = str(self.per_device_train_batch_size) == "auto"
         # This check comes before transformers' own, whose messages do not name the way out.
-        settings = self._make_settings()
-        if settings.engine == "deepspeed":
+        check_training(self)
+        if get_engine(self) == "deepspeed":
             require_deepspeed()
         if self.has_auto_micro_batch:
             self.per_device_train_batch_size = 1  # until the trainer has found the size that fits
@@ -91,7 +97,7 @@ class ContAccumTrainingArguments(_Arguments):
             self.bank_size = DEFAULT_BANK_SIZE  # type: ignore[misc]  # not frozen; see _Arguments
 
     @classmethod
-    def from_settings(cls, settings: TrainingSettings) -> ContAccumTrainingArguments:
+    def from_settings(cls, settings: Settings) -> ContAccumTrainingArguments:
         """Return the arguments with these settings; those of model and data are left out."""
         arguments = {}
         for name, value in to_dict(settings).items():
@@ -102,7 +108,7 @@ class ContAccumTrainingArguments(_Arguments):
         if settings.metric_for_best_model not in (None, "loss"):
             metric = check_metric(str(settings.metric_for_best_model))
             arguments["metric_for_best_model"] = f"eval_{metric}"
-        device = getattr(settings, "device", None)  # the model's, which not all settings have
+        device = settings.device
         if device is not None:
             arguments["use_cpu"] = device == "cpu"
         try:
@@ -118,21 +124,6 @@ class ContAccumTrainingArguments(_Arguments):
         except (ValueError, ImportError) as error:  # raised by transformers
             raise ConfigError(str(error)) from error
 
-    def _make_settings(self) -> TrainingSettings:
-        """Return the settings of these arguments; their constructor checks them."""
-        values = select(self, TrainingSettings)
-        for name in ("output_dir", "resume_from_checkpoint"):  # transformers has other types
-            del values[name]
-        for name, value in values.items():
-            if hasattr(value, "value") or callable(value):  # an enum member; a sampler
-                values[name] = get_name(value)
-        if self.has_auto_micro_batch:
-            values["per_device_train_batch_size"] = "auto"
-        others = ("auto_find_batch_size", "deepspeed", "fsdp")
-        return TrainingSettings(
-            **values, transformers={name: getattr(self, name) for name in others}
-        )
-
     def get_temperature(self, similarity: str) -> float:
         """Return ``temperature``; its default depends on the similarity, ``"cos"`` or ``"dot"``."""
         if self.temperature is None:
@@ -140,13 +131,7 @@ class ContAccumTrainingArguments(_Arguments):
         return self.temperature
 
     def _check_machine(self) -> None:
-        """Refuse settings that need other hardware or packages, or another start of processes."""
-        missing = sorted(set(self.report_to or ()) - set(get_available_reporting_integrations()))
-        if missing:
-            raise ConfigError(
-                f"report_to={', '.join(missing)}: not a tracker of transformers, or not installed. "
-                "Install it, or drop it from report_to"
-            )
+        """Refuse settings that need other hardware, or another start of processes."""
         if self.fp16 and self.device.type == "cpu":
             raise ConfigError("fp16=true needs an accelerator. On a CPU set bf16=true")
         fsdp_config = self.fsdp_plugin_args or {}

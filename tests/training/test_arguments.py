@@ -30,7 +30,6 @@ LOAD_BEST = {**EVALUATE, "load_best_model_at_end": True}
         ),
         ({**LOAD_BEST, "save_strategy": "epoch"}, "load_best_model_at_end"),
         ({"fp16": True}, "bf16"),
-        ({"report_to": "tensorbord"}, "report_to=tensorbord"),
     ],
 )
 def test_settings_that_cannot_work_are_refused(settings, named, tmp_path):
