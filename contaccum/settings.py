@@ -25,7 +25,6 @@ from typing import (
     Any,
     Concatenate,
     Literal,
-    NoReturn,
     ParamSpec,
     TypeVar,
     get_args,
@@ -729,8 +728,12 @@ def read(argv: Sequence[str], command_options: Collection[str] = ()) -> dict[str
         ConfigError: for a file that cannot be read or allows remote code, an unknown key, or a
             value of another type.
     """
-    # Without defaults, the result has only what is given.
-    parser = _Parser(add_help=False, allow_abbrev=False, argument_default=argparse.SUPPRESS)
+    parser = argparse.ArgumentParser(
+        add_help=False,
+        allow_abbrev=False,
+        exit_on_error=False,
+        argument_default=argparse.SUPPRESS,  # the result has only what is given
+    )
     add_options(parser)
     for name, annotation in get_types_of_transformers().items():
         _add_option(parser, name, annotation)
@@ -740,7 +743,10 @@ def read(argv: Sequence[str], command_options: Collection[str] = ()) -> dict[str
     given: dict[str, Any] = {}
     while command_line and not command_line[0].startswith("-"):
         given |= _read_yaml(command_line.pop(0), actions)
-    namespace, unknown = parser.parse_known_args(command_line)
+    try:
+        namespace, unknown = parser.parse_known_args(command_line)
+    except argparse.ArgumentError as error:
+        raise ConfigError(f"{error}. `contaccum train --help` lists the options") from error
     if unknown:
         key = unknown[0].lstrip("-").split("=")[0]
         suggestion = closest(key, actions.keys() | {*command_options})
@@ -758,21 +764,15 @@ def read(argv: Sequence[str], command_options: Collection[str] = ()) -> dict[str
     return given
 
 
-class _Parser(argparse.ArgumentParser):
-    def error(self, message: str) -> NoReturn:
-        raise ConfigError(f"{message}. `contaccum train --help` lists the options")
-
-
 def add_options(parser: argparse.ArgumentParser) -> None:
     """Add an option for each setting to a parser, in a section for each group."""
     for group in reversed(Settings.__bases__):  # the first group is the last base
         section = parser.add_argument_group((group.__doc__ or "").partition(".")[0])
         for setting in fields(group):
             text = setting.metadata["help"].replace("%", "%%")  # argparse formats it
-            # By identity, because 0 equals False.
-            is_shown = not any(setting.default is value for value in _DEFAULTS_NOT_SHOWN)
-            if is_shown and "efault" not in text:
-                text += f" Default: {str(setting.default).lower()}."
+            default = get_default(setting)
+            if default and "efault" not in text:
+                text += f" Default: {str(default).lower()}."
             _add_option(section, setting.name, str(setting.type), text)
 
 
@@ -812,21 +812,15 @@ def _number_or_auto(text: str) -> int | str:
 
 _PARSERS = {"bool": parse_bool, "int": int, "float": float, "str": str}
 """{type: parser of its values}. Of several types of an option, the first one here is parsed."""
-_DEFAULTS_NOT_SHOWN = (None, False, "", dataclasses.MISSING)
 
 
 def _read_yaml(name: str, actions: Mapping[str, argparse.Action]) -> dict[str, Any]:
     """Return {key: value} of a YAML file, with the types of the options in ``actions``."""
-    path = Path(name)
-    if not path.is_file():
-        raise ConfigError(f"{name}: no such config file")
     try:
-        content = yaml.safe_load(path.read_text(encoding="utf-8")) or {}
-    except (yaml.YAMLError, UnicodeDecodeError) as error:
-        mark = getattr(error, "problem_mark", None)
-        location = f"{name}:{mark.line + 1}" if mark else name
-        problem = getattr(error, "problem", None) or error
-        raise ConfigError(f"{location}: not valid YAML ({problem})") from error
+        with open(name, encoding="utf-8") as file:
+            content = yaml.safe_load(file) or {}
+    except (OSError, yaml.YAMLError, UnicodeDecodeError) as error:  # YAML's names the line
+        raise ConfigError(f"{name}: not a YAML file that can be read ({error})") from error
     if not isinstance(content, dict):
         raise ConfigError(
             f"{name}: a config consists of `key: value` lines, got a {type(content).__name__}"
