@@ -45,16 +45,7 @@ Method = Literal[
     "query_side",
 ]
 METHODS: tuple[str, ...] = get_args(Method)
-"""The methods differ in the source of a query's negatives.
-
-- in_batch: the other passages of a batch. An update is a single batch.
-- grad_accum: the other passages of a micro-batch. An update has several micro-batches.
-- grad_cache: the other passages of all micro-batches of the update, which are encoded twice.
-- contaccum: as grad_accum, and the past passages in a bank. The past queries in a second bank are
-  contrasted with the new and past passages as well.
-- contaccum_cached: as grad_cache, with the banks of contaccum.
-- query_side: all documents of a store. Their embeddings are fixed, and only queries are encoded.
-"""
+"""The methods differ in the source of a query's negatives; docs/training.md has a table."""
 WITH_BANK = ("contaccum", "contaccum_cached")
 """Methods with a bank of past embeddings."""
 WITH_CACHE = ("grad_cache", "contaccum_cached")
@@ -66,7 +57,6 @@ Similarity = Literal["cos", "dot"]
 NormalizeBy = Literal["local", "all"]
 DriftCompensationMode = Literal["auto", "none"]
 DataFormat = Literal["beir", "dpr", "tevatron", "pairs", "triplets", "csv", "parquet", "hub"]
-Strategy = Literal["no", "steps", "epoch"]
 
 DEFAULT_BANK_SIZE = 1024
 DEFAULT_TEMPERATURE = {"cos": 0.05, "dot": 1.0}
@@ -116,7 +106,7 @@ changeable = functools.partial(option, on_change="continue")
 """`option` for a setting with another value of which an unfinished run may go on."""
 decided_by_fit = functools.partial(changeable, set_by_fit=True)
 """`changeable` for a setting that `contaccum fit` decides or does without."""
-
+of_query_side = functools.partial(option, methods=("query_side",))
 
 # The settings, in groups --------------------------------------------------------------------------
 
@@ -164,15 +154,12 @@ class ModelSettings:
     )
     load_in_4bit: bool = option(False, "Load the weights under an adapter in 4 bits.")
     blend: float = option(
-        1.0,
-        "Save this share of the trained weights and the rest of the earlier ones.",
-        above=0,
-        set_by_fit=True,
+        1.0, "Share of the trained weights in the saved ones.", above=0, set_by_fit=True
     )
     trust_remote_code: bool = option(
         False, "Run code that comes with the model; only the command line can allow it, no config."
     )
-    device: str | None = changeable(None, "cpu or cuda. Default: an accelerator, if there is one.")
+    device: Literal["cpu"] | None = changeable(None, "cpu: train without the accelerator.")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -180,10 +167,7 @@ class DataSettings:
     """Training and evaluation data, in the formats of docs/data.md."""
 
     train_data: list[str] = option(
-        [],
-        'A file, a folder or a Hugging Face data set; several: paths or {"path": ...}.',
-        is_path=True,
-        set_by_fit=True,
+        [], 'Files, folders, hub data sets; or {"path": ...}.', is_path=True, set_by_fit=True
     )
     data_format: DataFormat | None = option(None, "Format of the data. Default: detected.")
     data_columns: list[str] | None = option(None, "Columns of the data: query=question ...")
@@ -215,24 +199,14 @@ class MethodSettings:
     """The method and its updates."""
 
     method: Method = option("contaccum", "Source of an update's negatives; see docs/training.md.")
-    passage_store: str | None = option(
-        None,
-        "With query_side: the store of the corpus, written by contaccum encode.",
-        methods=("query_side",),
-        is_path=True,
-        set_by_fit=True,
+    passage_store: str | None = of_query_side(
+        None, "query_side: store by contaccum encode.", is_path=True, set_by_fit=True
     )
-    corpus: str | None = option(
-        None,
-        "With query_side: a file or BEIR folder to encode, instead of passage_store.",
-        methods=("query_side",),
-        is_path=True,
+    corpus: str | None = of_query_side(
+        None, "query_side: a file or BEIR folder to encode, instead of passage_store.", is_path=True
     )
-    missing: Literal["stop", "add", "drop"] = option(
-        "stop",
-        "Positives that the store lacks: stop, add them, or drop their rows.",
-        methods=("query_side",),
-        set_by_fit=True,
+    missing: Literal["stop", "add"] = of_query_side(
+        "stop", "query_side: positives that the store lacks: stop, or add them.", set_by_fit=True
     )
     second_stage: str | None = option(
         None,
@@ -245,15 +219,10 @@ class MethodSettings:
         None, "Pairs per update on all devices; sets gradient_accumulation_steps.", least=1
     )
     gather_across_devices: bool | None = changeable(
-        None,
-        "Contrast the pairs of all devices. Default: true for methods with a bank.",
-        methods=WITH_PASSAGES,
+        None, "Contrast pairs of all devices. Default: with a bank.", methods=WITH_PASSAGES
     )
     learning_rates: list[float] | None = option(
-        None,
-        "Learning rate of each update, as contaccum fit writes them.",
-        least=0,
-        set_by_fit=True,
+        None, "Rate of each update, as contaccum fit writes them.", least=0, set_by_fit=True
     )
     max_skipped_updates: int = changeable(10, "Updates that are not finite before a run ends.")
     early_stopping_patience: int | None = decided_by_fit(
@@ -261,10 +230,7 @@ class MethodSettings:
     )
     card_examples: bool = option(False, "Show training texts in the card.", on_change="ignore")
     overwrite_output_dir: bool = option(
-        False,
-        "Allow a new run in a folder with another run; its checkpoints are removed.",
-        on_change="ignore",
-        set_by_fit=True,
+        False, "Replace a run that is in the folder.", on_change="ignore", set_by_fit=True
     )
 
 
@@ -287,9 +253,7 @@ class LossSettings:
     )
     bank_hard_negatives: bool = option(True, "Store hard negatives in the bank.", methods=WITH_BANK)
     drift_compensation: DriftCompensationMode = option(
-        "auto",
-        "Correction of bank entries of an older encoder; see docs/drift.md.",
-        methods=WITH_BANK,
+        "auto", "Correction of old bank entries; see docs/drift.md.", methods=WITH_BANK
     )
 
 
@@ -335,13 +299,9 @@ class TrainerSettings:
 
     output_dir: str = option("", "Folder of the run.", on_change="ignore", set_by_fit=True)
     resume_from_checkpoint: str | None = option(
-        None,
-        "Continue a run: last, auto (if there is one), or the folder of a checkpoint.",
-        on_change="ignore",
-        set_by_fit=True,
+        None, "Continue from last, auto, or a folder.", on_change="ignore", set_by_fit=True
     )
     learning_rate: float = changeable(5e-5, "Peak of the learning rate.", above=0)
-    lr_scheduler_type: str = changeable("linear", "Course of the learning rate.")
     warmup_steps: float = changeable(
         0, "Updates in which the learning rate rises, or their share if below 1.", least=0
     )
@@ -363,17 +323,10 @@ class TrainerSettings:
     )
     bf16: bool = changeable(False, "Train in mixed precision with bfloat16.")
     fp16: bool = changeable(False, "Train in mixed precision with float16.")
-    deepspeed: dict | str | None = option(
-        None, "Config of DeepSpeed; see docs/scaling.md.", on_change="continue"
-    )
-    fsdp: str | None = changeable(None, "true: shard the model with FSDP2; see docs/scaling.md.")
-    eval_strategy: Strategy = option(
-        "no", "When to evaluate.", on_change="continue", set_by_fit=True
-    )
+    eval_strategy: Literal["no", "steps", "epoch"] = decided_by_fit("no", "When to evaluate.")
     eval_steps: float | None = decided_by_fit(
         None, "Updates between two evaluations. Default: logging_steps."
     )
-    eval_on_start: bool = decided_by_fit(False, "Evaluate before the first update.")
     save_strategy: Literal["no", "steps", "epoch", "best"] = decided_by_fit(
         "steps", "When to save a checkpoint."
     )
@@ -385,17 +338,8 @@ class TrainerSettings:
     metric_for_best_model: str | None = option(
         None, "Metric of the best checkpoint. Default: the evaluator's.", set_by_fit=True
     )
-    greater_is_better: bool | None = decided_by_fit(
-        None, "True if higher values of that metric are better. Default: by its name."
-    )
     push_to_hub: bool = option(
         False, "Upload the model to the hub.", on_change="ignore", set_by_fit=True
-    )
-    logging_strategy: Strategy = option("steps", "When to log.", on_change="ignore")
-    logging_steps: float = option(500, "Updates between two log lines.", on_change="ignore")
-    disable_tqdm: bool | None = option(None, "Show no progress bars.", on_change="ignore")
-    dataloader_num_workers: int = option(
-        0, "Processes that prepare batches.", least=0, on_change="ignore"
     )
 
 
@@ -536,9 +480,10 @@ def check_training(settings: Any) -> None:
 
 def get_engine(settings: Any) -> str | None:
     """Return "deepspeed" or "fsdp" if the settings or `accelerate launch` have enabled it."""
+    given = getattr(settings, "transformers", vars(settings))
     for name in ("deepspeed", "fsdp"):
         launcher_value = os.environ.get(f"ACCELERATE_USE_{name.upper()}", "")
-        if getattr(settings, name) or launcher_value.lower() == "true":
+        if given.get(name) or launcher_value.lower() == "true":
             return name
     return None
 
@@ -634,21 +579,14 @@ def to_dict(settings: Settings) -> dict[str, Any]:
 
 def select(settings: Any, names_of: type) -> dict[str, Any]:
     """Return {name: value} of the settings that a dataclass, ``names_of``, has as well."""
-    names = {own_field.name for own_field in fields(settings)}
-    return {
-        setting.name: getattr(settings, setting.name)
-        for setting in fields(names_of)
-        if setting.name in names
-    }
+    names = [setting.name for setting in fields(names_of)]
+    return {name: getattr(settings, name) for name in names if hasattr(settings, name)}
 
 
 def find(key: str, value: Any = True) -> dict[str, Any]:
     """Return {name: default} of the settings with a value of a key of `option`."""
-    found = {}
-    for setting in fields(Settings):
-        if setting.metadata[key] == value:
-            found[setting.name] = get_default(setting)
-    return found
+    found = [setting for setting in fields(Settings) if setting.metadata[key] == value]
+    return {setting.name: get_default(setting) for setting in found}
 
 
 def get_default(setting: dataclasses.Field[Any]) -> Any:
@@ -737,8 +675,7 @@ def read(argv: Sequence[str], command_options: Collection[str] = ()) -> dict[str
     add_options(parser)
     for name, annotation in get_types_of_transformers().items():
         _add_option(parser, name, annotation)
-    # Private: argparse has no other list. The options --no_NAME have no value, so 0 arguments.
-    actions = {action.dest: action for action in parser._actions if action.nargs != 0}
+    actions = {action.dest: action for action in parser._actions}  # argparse has no public list
     command_line = list(argv)
     given: dict[str, Any] = {}
     while command_line and not command_line[0].startswith("-"):
@@ -769,11 +706,17 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     for group in reversed(Settings.__bases__):  # the first group is the last base
         section = parser.add_argument_group((group.__doc__ or "").partition(".")[0])
         for setting in fields(group):
-            text = setting.metadata["help"].replace("%", "%%")  # argparse formats it
-            default = get_default(setting)
-            if default and "efault" not in text:
-                text += f" Default: {str(default).lower()}."
-            _add_option(section, setting.name, str(setting.type), text)
+            add_option(section, setting.name)
+
+
+def add_option(parser: Any, name: str) -> None:
+    """Add the option for a setting to a parser, or to a section of it."""
+    setting = Settings.__dataclass_fields__[name]
+    text = setting.metadata["help"].replace("%", "%%")  # argparse formats it
+    default = get_default(setting)
+    if default and "efault" not in text:
+        text += f" Default: {str(default).lower()}."
+    _add_option(parser, name, str(setting.type), text)
 
 
 def _add_option(parser: Any, name: str, annotation: str, help_text: str | None = None) -> None:
@@ -785,7 +728,7 @@ def _add_option(parser: Any, name: str, annotation: str, help_text: str | None =
     type_name = next((parsed for parsed in _PARSERS if parsed in types), "str")
     keywords: dict[str, Any] = {"type": _PARSERS[type_name], "help": help_text}
     if name == "per_device_train_batch_size":
-        keywords["type"] = _number_or_auto
+        keywords["type"] = number_or_auto
     if choices := get_choices(name):
         keywords["choices"] = choices
     else:
@@ -794,8 +737,6 @@ def _add_option(parser: Any, name: str, annotation: str, help_text: str | None =
         keywords["nargs"] = "+"
     if type_name == "bool":
         keywords |= {"nargs": "?", "const": True}
-        no_option = {"dest": name, "action": "store_false", "help": argparse.SUPPRESS}
-        parser.add_argument(f"--no_{name}", **no_option)
     parser.add_argument(f"--{name}", **keywords)
 
 
@@ -806,7 +747,7 @@ def parse_bool(text: str) -> bool:
     return text.lower() == "true"
 
 
-def _number_or_auto(text: str) -> int | str:
+def number_or_auto(text: str) -> int | str:
     return "auto" if text.lower() == "auto" else int(text)
 
 
@@ -846,9 +787,9 @@ def _convert(value: Any, action: argparse.Action) -> Any:
     if action.nargs == "+":  # a list of texts or numbers; a mapping in it becomes JSON
         items = value if isinstance(value, list) else [value]
         return [json.dumps(item) if isinstance(item, dict) else parse(str(item)) for item in items]
-    # transformers has arguments of several types, such as a text or a mapping.
-    if parse is str and isinstance(value, (bool, dict, list)):
-        return value
+    is_own = action.dest in Settings.__dataclass_fields__
+    if not is_own and parse is str and isinstance(value, (bool, dict, list)):
+        return value  # transformers has arguments of several types, such as a text or a mapping
     return parse(str(value))  # YAML reads 1e-5 as a text, and 1 as an integer
 
 
