@@ -108,17 +108,10 @@ class ContAccumTrainingArguments(_Arguments):
         if settings.metric_for_best_model not in (None, "loss"):
             metric = check_metric(str(settings.metric_for_best_model))
             arguments["metric_for_best_model"] = f"eval_{metric}"
-        device = settings.device
-        if device is not None:
-            arguments["use_cpu"] = device == "cpu"
+        if settings.device == "cpu":
+            arguments["use_cpu"] = True
         try:
-            args = cls(**arguments)
-            if device not in (None, args.device.type, str(args.device)):
-                raise ConfigError(
-                    f"device={device}: the training would run on {args.device}. Set device=cpu or "
-                    "drop it, and choose a GPU with CUDA_VISIBLE_DEVICES"
-                )
-            return args
+            return cls(**arguments)
         except ConfigError:
             raise
         except (ValueError, ImportError) as error:  # raised by transformers
@@ -146,10 +139,7 @@ class ContAccumTrainingArguments(_Arguments):
             )
 
     def _make_sizes_consistent(self) -> None:
-        """Make pairs per update = pairs per micro-batch x accumulation steps x ranks.
-
-        If the user has set the pairs per update, the steps are computed from them.
-        """
+        """Make pairs per update = pairs per micro-batch x accumulation steps x ranks."""
         micro_batch = self.per_device_train_batch_size
         num_steps = self.gradient_accumulation_steps
         num_ranks = self.world_size
@@ -158,17 +148,14 @@ class ContAccumTrainingArguments(_Arguments):
             # 1 is the default of the steps, so the user may not have set it; with in_batch, it is
             # the only possible value. With an automatic micro-batch, the steps are computed anyway.
             sets_steps = num_steps > 1 and not self.has_auto_micro_batch
-            has_fixed_steps = sets_steps or self.method == "in_batch"
-            is_multiple = num_pairs >= 1 and num_pairs % (micro_batch * num_ranks) == 0
-            disagrees = has_fixed_steps and micro_batch * num_steps * num_ranks != num_pairs
-            if not is_multiple or disagrees:
-                shown_steps = f"={num_steps}" if has_fixed_steps else ""
+            if not (sets_steps or self.method == "in_batch"):
+                num_steps = max(1, num_pairs // (micro_batch * num_ranks))
+            if micro_batch * num_steps * num_ranks != num_pairs:
                 raise ConfigError(
                     f"total_train_batch_size={num_pairs} is not per_device_train_batch_size="
-                    f"{micro_batch} x gradient_accumulation_steps{shown_steps} x {num_ranks} "
+                    f"{micro_batch} x gradient_accumulation_steps={num_steps} x {num_ranks} "
                     "devices: change or drop one of them"
                 )
-            num_steps = num_pairs // (micro_batch * num_ranks)
             self.gradient_accumulation_steps = num_steps
         num_pairs = micro_batch * num_steps * num_ranks
         self.total_train_batch_size = num_pairs  # type: ignore[misc]

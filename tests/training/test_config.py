@@ -77,13 +77,6 @@ def test_sets_prompts_and_metrics_become_arguments_of_the_trainer(tmp_path):
     assert args.metric_for_best_model == "eval_ndcg@10" and args.greater_is_better
 
 
-def test_auto_can_be_given_on_the_command_line():
-    options = ["--total_train_batch_size=64", "--per_device_train_batch_size"]
-    assert make_arguments(*options, "auto").has_auto_micro_batch
-    args = make_arguments(*options, "16")
-    assert not args.has_auto_micro_batch and args.gradient_accumulation_steps == 4
-
-
 SHIPPED = sorted(str(path.relative_to(CONFIGS)) for path in CONFIGS.rglob("*.yaml"))
 
 
