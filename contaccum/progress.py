@@ -26,17 +26,12 @@ class StatusLine:
     Args:
         print_line: prints a line that stays.
         describe_time: returns the time that was used, in words.
-
-    Attributes:
-        stage: what the command does now.
-        step: how far it is with that; empty if it is not known.
-        best: the best result so far.
     """
 
     def __init__(self, print_line: Callable[[str], None], describe_time: Callable[[], str]) -> None:
-        self.stage = ""
-        self.step = ""
-        self.best = ""
+        self.stage = ""  # what the command does now
+        self.step = ""  # how far it is with that; empty if it is not known
+        self.best = ""  # the best result so far
         self._describe_time = describe_time
         self._print_line = print_line
         self._stdout = sys.stdout

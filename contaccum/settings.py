@@ -54,8 +54,6 @@ WITH_PASSAGES = METHODS[:-1]
 """Methods that encode passages in training: all but query_side, which has a loss of its own."""
 
 Similarity = Literal["cos", "dot"]
-NormalizeBy = Literal["local", "all"]
-DriftCompensationMode = Literal["auto", "none"]
 DataFormat = Literal["beir", "dpr", "tevatron", "pairs", "triplets", "csv", "parquet", "hub"]
 
 DEFAULT_BANK_SIZE = 1024
@@ -245,14 +243,14 @@ class LossSettings:
     query_bank_size: int | None = option(
         None, "Rows of the query bank: bank_size (the default) or 0.", methods=WITH_BANK
     )
-    normalize_by: NormalizeBy = option(
+    normalize_by: Literal["local", "all"] = option(
         "local", "Divide the summed row losses by the local rows, or by all.", methods=WITH_BANK
     )
     mask_duplicates: bool = option(
         True, "Exclude known positives of a query from its negatives.", methods=WITH_PASSAGES
     )
     bank_hard_negatives: bool = option(True, "Store hard negatives in the bank.", methods=WITH_BANK)
-    drift_compensation: DriftCompensationMode = option(
+    drift_compensation: Literal["auto", "none"] = option(
         "auto", "Correction of old bank entries; see docs/drift.md.", methods=WITH_BANK
     )
 

@@ -30,10 +30,8 @@ from contaccum.training.update import REMEDY_WITHOUT_NEGATIVES, Updates
 
 logger = logging.getLogger(__name__)
 
-TRAIN_LOG = "train_log.jsonl"
-"""File with one record per update."""
-EVAL_LOG = "eval_log.jsonl"
-"""File with one record per evaluation during training."""
+TRAIN_LOG = "train_log.jsonl"  # one record per update
+EVAL_LOG = "eval_log.jsonl"  # one record per evaluation during training
 Record = dict[str, Any]
 """A line of a log: numbers and texts by name."""
 
@@ -337,9 +335,6 @@ class SignalCallback(TrainerCallback):
         return self
 
     def __exit__(self, *_: object) -> None:
-        self._restore_handlers()
-
-    def _restore_handlers(self) -> None:
         for number, handler in self._previous_handlers.items():
             # None stands for a handler that was not set by Python, and cannot be set again.
             signal.signal(number, signal.SIG_DFL if handler is None else handler)
@@ -347,7 +342,7 @@ class SignalCallback(TrainerCallback):
 
     def _receive(self, number: int, frame: FrameType | None) -> None:
         self.received = number
-        self._restore_handlers()
+        self.__exit__()
         name = signal.Signals(number).name
         print(
             f"contaccum: {name}: saving a checkpoint after this update. Send it again to stop at "

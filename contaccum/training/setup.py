@@ -49,22 +49,6 @@ def load_data(settings: Settings) -> TrainingSets:
     )
 
 
-def make_evaluator(settings: Settings) -> RetrievalEvaluator | None:
-    """Return the evaluator for ``eval_data``; None if it is not set."""
-    if settings.eval_data is None:
-        return None
-    full_set = load_beir(settings.eval_data, settings.eval_split, settings.on_bad_record)
-    dataset = sample(full_set, settings.eval_queries, settings.eval_corpus_size)
-    metric = settings.metric_for_best_model
-    return RetrievalEvaluator(
-        dataset,
-        primary_metric=None if metric == "loss" else metric,
-        batch_size=settings.per_device_eval_batch_size,
-        similarity=settings.similarity,
-        notes={"of_queries": len(full_set.queries), "of_documents": len(full_set.corpus)},
-    )
-
-
 def load_model(settings: Settings, device: str | None = None) -> DualEncoder:
     """Load the encoder to train: a SentenceTransformer, or a backbone with pooling added to it."""
     options: dict[str, Any] = {"device": device}
@@ -153,7 +137,18 @@ def load_run_data(settings: Settings, args: ContAccumTrainingArguments) -> RunDa
     """Load the data of a run; on each host, the first process caches them for the others."""
     with args.main_process_first(desc="reading the data"):
         training = load_data(settings)
-        evaluator = make_evaluator(settings)
+        if settings.eval_data is None:
+            return RunData(training, None)
+        full_set = load_beir(settings.eval_data, settings.eval_split, settings.on_bad_record)
+        dataset = sample(full_set, settings.eval_queries, settings.eval_corpus_size)
+    metric = settings.metric_for_best_model
+    evaluator = RetrievalEvaluator(
+        dataset,
+        primary_metric=None if metric == "loss" else metric,
+        batch_size=settings.per_device_eval_batch_size,
+        similarity=settings.similarity,
+        notes={"of_queries": len(full_set.queries), "of_documents": len(full_set.corpus)},
+    )
     return RunData(training, evaluator)
 
 
