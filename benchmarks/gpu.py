@@ -60,7 +60,7 @@ PARTS = (
     *("update_time", "query_side", "search", "fit", "encoding", "decoder"),
     *("loss_exact", "host_syncs", "out_of_memory", "compile"),
 )
-# Libraries of some parts, besides those of `contaccum.files.package_versions`.
+# Libraries of some parts, besides those of `contaccum.files.provenance`.
 LIBRARIES = ("peft", "bitsandbytes", "triton")
 MAX_REASON_LENGTH = 200  # characters of an error that a record and a page show
 

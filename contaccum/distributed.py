@@ -1,8 +1,7 @@
 """Collectives over the ranks of a distributed run: rows, named tensors and values.
 
-All functions except `world_size` and `rank` are collectives: all ranks of the default process group
-must call them in the same order. Without a process group, `over_ranks` and `share` return the value
-of the single process; `gather_rows` and `gather_states` need a group.
+All ranks of the default process group must call them in the same order. Without a group,
+`over_ranks` and `broadcast` return the value of the single process; the others need one.
 """
 
 from __future__ import annotations
@@ -14,20 +13,11 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-LAYOUT_LENGTH = 16
-"""Length of the layout, the list of numbers that describes the shapes of a rank's tensors.
-
-The layout has the number of rows n, which all tensors share. Then it has for each tensor the bytes
-per number, the number of dimensions, and the shape without n. Zeros fill the rest. For tensors
-(3, 6) and (3,) of 8 bytes it is [3, 8, 2, 6, 8, 1, 0, ...].
-"""
-
+_LAYOUT_LENGTH = 16  # numbers that describe the tensors of a rank
 RANK_TIMEOUT = timedelta(days=1)
-"""Time after which a rank that waits for another rank gives up, in the commands of contaccum.
+"""Time after which a rank gives up waiting: one may encode a corpus alone, for hours.
 
-One rank may have much more work, such as encoding a corpus alone, and PyTorch's own time is half an
-hour. If a rank fails, torchrun stops the other ranks at once. `contaccum train` has ``ddp_timeout``
-instead.
+If a rank fails, torchrun stops the others at once. `contaccum train` has ``ddp_timeout`` instead.
 """
 
 
@@ -58,8 +48,7 @@ def gather_rows(tensors: list[Tensor]) -> tuple[list[Tensor], slice]:
     """Concatenate the rows of every rank's tensors, those of rank 0 first, in rank order.
 
     Every rank then computes the same loss, as one process with the whole batch does. Ranks may have
-    different numbers of rows, and may have none. The first collective exchanges the shapes, and on
-    an accelerator the host waits for it. One collective per tensor follows.
+    different numbers of rows, and may have none. The host waits for the shapes on an accelerator.
 
     Args:
         tensors: detached tensors (n, ...) of this rank, with the same n.
@@ -73,11 +62,12 @@ def gather_rows(tensors: list[Tensor]) -> tuple[list[Tensor], slice]:
             has rows.
     """
     num_rows = len(tensors[0])
+    # The layout of a (3, 6) and a (3,) of 8 bytes per number is [3, 8, 2, 6, 8, 1, 0, ...].
     layout = [num_rows]
     for tensor in tensors:
         layout += [tensor.element_size(), tensor.ndim, *tensor.shape[1:]]
     # Ranks may wrongly pass different numbers of tensors. Padded layouts can be gathered anyway.
-    layout += [0] * (LAYOUT_LENGTH - len(layout))
+    layout += [0] * (_LAYOUT_LENGTH - len(layout))
     layout_row = torch.tensor([layout], device=tensors[0].device)
     layouts = _all_gather(layout_row, [1] * world_size()).tolist()
     lengths = [row[0] for row in layouts]

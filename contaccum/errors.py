@@ -1,7 +1,7 @@
 """Errors that the user can correct, and the texts of messages.
 
-The command line turns a `UserError` into one line and exit code 2. The message says what is wrong,
-where, and what to do. Any other exception that reaches the command line is a defect of contaccum.
+A message says what is wrong, where, and what to do. Any other exception that reaches the command
+line is a defect of contaccum.
 """
 
 from __future__ import annotations

@@ -1,7 +1,6 @@
 """Atomic writing of files and folders, and fingerprints.
 
-All output files of contaccum are written with this module, first under a temporary name, so a
-killed process leaves no incomplete file. Credentials are removed from JSON files.
+Output files are written under a temporary name first, so a killed process leaves no incomplete one.
 """
 
 from __future__ import annotations
@@ -65,9 +64,8 @@ def atomic_file(path: AnyPath) -> Iterator[Path]:
 def atomic_folder(path: AnyPath) -> Iterator[Path]:
     """Yield a temporary folder to fill, and rename it to ``path`` when the block ends.
 
-    An earlier folder at ``path`` is replaced, or stays if the block raises an error. Several
-    processes may write the same ``path``: if another one has written it since the block began, its
-    folder is kept, and the folder of this process is removed.
+    An earlier folder at ``path`` is replaced, or stays if the block raises an error. If another
+    process has written ``path`` since the block began, its folder is kept.
 
     Raises:
         UserError: if the folder cannot be written to, or the disk is full.
@@ -78,23 +76,33 @@ def atomic_folder(path: AnyPath) -> Iterator[Path]:
         yield folder
         for file in [*folder.rglob("*"), folder]:
             flush(file)
-        if inode_before == (path.stat().st_ino if path.exists() else None):
-            _replace_folder(folder, path)
+        if inode_before != (path.stat().st_ino if path.exists() else None):
+            return
+        earlier_folder = path.with_name(f".replaced-{path.name}.{uuid4().hex}")
+        # There may be no earlier folder, or another process has just moved it away.
+        with suppress(FileNotFoundError):
+            path.rename(earlier_folder)
+        try:
+            folder.rename(path)
+        except OSError:
+            if not path.exists():  # else another process has just written it
+                with suppress(OSError):
+                    earlier_folder.rename(path)  # the earlier folder is not changed by an error
+                raise
+        shutil.rmtree(earlier_folder, ignore_errors=True)
 
 
 @contextmanager
 def _temporary_folder(path: Path) -> Iterator[Path]:
     """Yield a temporary folder beside ``path``, whose parents are made; remove it after the block.
 
-    First, temporary folders that killed processes have left are removed. A full or read-only disk
-    becomes a `UserError`, also if the block meets it.
+    A full or read-only disk becomes a `UserError`, also if the block meets it.
     """
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         _remove_leftovers(path)
-        # The folder is locked before it gets its final name: another process removes unlocked
-        # folders of this name as leftovers. Some file systems have no locks; leftovers are not
-        # removed there.
+        # The folder is locked before it gets its final name, because another process removes
+        # unlocked folders of this name as leftovers. Without locks, no leftovers are removed.
         unlocked_folder = path.with_name(f".new-{uuid4().hex}")
         unlocked_folder.mkdir()
         lock = os.open(unlocked_folder, os.O_RDONLY)
@@ -127,8 +135,8 @@ def _remove_leftovers(path: Path) -> None:
     """Remove temporary folders beside ``path`` that killed processes have left."""
     name_pattern = glob.escape(path.name)
     for leftover in path.parent.glob(f".writing-{name_pattern}.*"):
-        # The process that writes a folder has locked it. An OSError here means that this process is
-        # still running, or has just renamed or removed the folder.
+        # An OSError means that the process that writes the folder still has the lock, or has just
+        # renamed or removed it.
         with suppress(OSError):
             lock = os.open(leftover, os.O_RDONLY)
             try:
@@ -138,26 +146,6 @@ def _remove_leftovers(path: Path) -> None:
                 os.close(lock)
     for leftover in path.parent.glob(f".replaced-{name_pattern}.*"):
         shutil.rmtree(leftover, ignore_errors=True)
-
-
-def _replace_folder(temporary_folder: Path, path: Path) -> None:
-    """Rename a temporary folder to ``path``, and remove an earlier folder at ``path``.
-
-    If another process also writes ``path`` at this moment, one of the two new folders is kept.
-    """
-    earlier_folder = path.with_name(f".replaced-{path.name}.{uuid4().hex}")
-    # There may be no earlier folder, or another process has just moved it away.
-    with suppress(FileNotFoundError):
-        path.rename(earlier_folder)
-    try:
-        temporary_folder.rename(path)
-    except OSError as error:
-        # These errors mean that another process has just written ``path``.
-        if error.errno not in (errno.ENOTEMPTY, errno.EEXIST):
-            with suppress(OSError):
-                earlier_folder.rename(path)  # the earlier folder is not changed by an error
-            raise
-    shutil.rmtree(earlier_folder, ignore_errors=True)
 
 
 def write_text(path: AnyPath, text: str | Iterable[str]) -> None:
@@ -190,10 +178,7 @@ def read_json(path: AnyPath, expected_type: type = dict) -> Any:
 
 
 def require_writable(path: AnyPath) -> None:
-    """Make the folder of an output file; raise `UserError` if the file cannot be written.
-
-    Commands call this function before hours of work, so that the result is not lost at the end.
-    """
+    """Make the folder of an output file; raise `UserError` if the file cannot be written."""
     path = Path(path)
     if path.is_dir():
         raise UserError(f"{path}: is a folder; name a file")
@@ -230,10 +215,9 @@ _WRITE_MESSAGES = (
 
 
 def describe_failed_write(error: BaseException | None) -> str | None:
-    """Return the reason, such as "No space left on device", if that is why a file is not written.
+    """Return why a file cannot be written, such as "No space left on device"; None if it can.
 
-    A full or read-only disk and a missing permission are reasons, of the error or of its cause. The
-    result is None for any other error.
+    A full or read-only disk and a missing permission are reasons, of the error or of its cause.
     """
     while error is not None:
         text = str(error)
@@ -241,9 +225,8 @@ def describe_failed_write(error: BaseException | None) -> str | None:
             # A socket or a process may lack permission too. Such an error names no file.
             if error.filename is not None or error.errno not in (errno.EACCES, errno.EPERM):
                 return os.strerror(error.errno)
-        # The libraries in Rust and C++, such as safetensors and Arrow, raise errors of their own,
-        # with number and description of the system's error in the message. A number alone may be
-        # part of the user's data.
+        # Libraries in Rust and C++, such as safetensors and Arrow, have the system's error in their
+        # messages. A number alone may be part of the user's data.
         for number in _WRITE_ERRORS:
             reason = os.strerror(number)
             if f"{reason} (os error {number})" in text or f"[errno {number}] {reason}" in text:
@@ -264,10 +247,7 @@ def flush(path: Path) -> None:
 
 
 class Fingerprint:
-    """A SHA-256 hash over values in order, which identifies data, models and settings.
-
-    The length of each value is hashed as well, so that ("ab", "c") and ("a", "bc") differ.
-    """
+    """A SHA-256 hash over values and their lengths, in order."""
 
     def __init__(self, *values: Any) -> None:
         self._hash = hashlib.sha256()
@@ -303,9 +283,8 @@ def hash_file(path: Path) -> str:
 def hash_path(name: str, left_out: Path | None = None) -> str:
     """Return a hash of a file or folder; the name itself of anything else, as on the hub.
 
-    Args:
-        name: the path or name, or a JSON object with a ``path``, as in ``train_data``.
-        left_out: a folder whose files do not count.
+    ``name`` may be a JSON object with a ``path``, as in ``train_data``. The files in ``left_out``
+    do not count.
     """
     if name.lstrip().startswith("{"):
         options = json.loads(name)
@@ -340,30 +319,20 @@ def cache_folder(*parts: str) -> Path:
     return Path(root).expanduser().joinpath(*parts)
 
 
-def package_versions() -> dict[str, str]:
-    """Return {package: version} of Python, contaccum and the installed `_LIBRARIES`."""
+def provenance() -> dict[str, Any]:
+    """Return {"versions": {package: version}, "git_commit": hash or None}, for records.
+
+    The commit is that of the checkout that contaccum runs from; an installed contaccum has none.
+    """
     versions = {"python": platform.python_version(), "contaccum": __version__}
     for name in _LIBRARIES:
         with suppress(metadata.PackageNotFoundError):
             versions[name] = metadata.version(name)
-    return versions
-
-
-def provenance() -> dict[str, Any]:
-    """Return {"versions": {package: version}, "git_commit": hash or None}, for records."""
-    return {"versions": package_versions(), "git_commit": git_commit()}
-
-
-def git_commit() -> str | None:
-    """Return the commit of the git checkout that contaccum runs from; None without one."""
     root = Path(__file__).resolve().parents[1]
-    # An installed contaccum may lie inside the checkout of another project. The commit of that
-    # project says nothing about contaccum.
-    if not (root / ".git").exists():
-        return None
-    command = ["git", "-C", str(root), "rev-parse", "HEAD"]
-    try:
-        result = subprocess.run(command, capture_output=True, text=True, timeout=10, check=True)
-    except (OSError, subprocess.SubprocessError):
-        return None
-    return result.stdout.strip()
+    commit = None
+    # An installed contaccum may lie inside the checkout of another project.
+    if (root / ".git").exists():
+        command = ["git", "-C", str(root), "rev-parse", "HEAD"]
+        with suppress(OSError, subprocess.SubprocessError):
+            commit = subprocess.check_output(command, text=True, timeout=10).strip()
+    return {"versions": versions, "git_commit": commit}

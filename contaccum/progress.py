@@ -1,8 +1,7 @@
 """The status line of `contaccum fit`, and the log of what libraries print meanwhile.
 
 The command prints a few lines that stay. At the bottom of a terminal, one line says what it does
-now. The progress bars, dictionaries and warnings of the libraries go to a log file. With
-``--verbose``, they go to the terminal instead.
+now. What libraries print goes to a log file, or with ``--verbose`` to the terminal.
 """
 
 from __future__ import annotations
@@ -17,17 +16,8 @@ from pathlib import Path
 _SECONDS_PER_DRAWING = 1.0
 _CLEAR = "\r\x1b[K"  # to the start of the line, and remove it
 
-_verbose = [False]
-
-
-def is_verbose() -> bool:
-    """Return whether what libraries print is shown; see `set_verbose`."""
-    return _verbose[0]
-
-
-def set_verbose(value: bool) -> None:
-    """Show what libraries print, or not, in this process from now on."""
-    _verbose[0] = value
+verbose = False
+"""True with ``--verbose``: what libraries print is shown."""
 
 
 class StatusLine:
@@ -36,17 +26,12 @@ class StatusLine:
     Args:
         print_line: prints a line that stays.
         describe_time: returns the time that was used, in words.
-
-    Attributes:
-        stage: what the command does now.
-        step: how far it is with that; empty if it is not known.
-        best: the best result so far.
     """
 
     def __init__(self, print_line: Callable[[str], None], describe_time: Callable[[], str]) -> None:
-        self.stage = ""
-        self.step = ""
-        self.best = ""
+        self.stage = ""  # what the command does now
+        self.step = ""  # how far it is with that; empty if it is not known
+        self.best = ""  # the best result so far
         self._describe_time = describe_time
         self._print_line = print_line
         self._stdout = sys.stdout
@@ -72,11 +57,8 @@ class StatusLine:
 
     @contextmanager
     def quiet(self, log: Path) -> Iterator[None]:
-        """Append what libraries print to a log in a ``with`` block, and draw the line meanwhile.
-
-        With ``--verbose``, they print to the terminal, and there is no line.
-        """
-        if is_verbose():
+        """Append what libraries print to a log in a ``with`` block, and draw the line meanwhile."""
+        if verbose:
             yield
             return
         import transformers

@@ -16,22 +16,15 @@ _CREDENTIAL_NAME = re.compile(
 )
 """Names of environment variables with credentials, such as HF_TOKEN or AWS_SECRET_ACCESS_KEY."""
 _MIN_CREDENTIAL_LENGTH = 8
-# User and password in a URL, as in https://user:password@host or //user:password@host: everything
-# up to the last @ before the path. A password may hold @, quotes, blanks and ends of lines; a user
-# without a password ends at a blank, so that an address later in a sentence is left alone. The last
-# form is a password with a slash, which is not a port. Path() shortens "https://" to "https:/", so
-# one slash is enough after a scheme.
-_USER_IN_URL = re.compile(
-    r"((?<=[a-z0-9+.-][a-z0-9+.-]:)/{1,2}|(?<![:/\w])//)"
-    r"(?:[^\s/:]*:(?!\s)[^/\n]*(?:\n[^\s/]*\r?)*|[^\s/]+"
-    r"|[^\s/:]*:(?!\s|\d*/)[^\n@]*(?:@[^\n/]*)*)@(?!\w+\{)",
-    re.I,
-)
+# User and password in a URL, as in https://user:password@host or //user:password@host, where both
+# have neither slashes nor blanks. Path() shortens "https://" to "https:/", so one slash is enough
+# after a scheme.
+_USER_IN_URL = re.compile(r"((?<=[a-z0-9+.-][a-z0-9+.-]:)/{1,2}|(?<![:/\w])//)[^\s/]+@", re.I)
 # A key in the query of a URL, such as ?token=..., &api_key=... or &X-Amz-Signature=..., up to the
-# next parameter. A quote belongs to the value only if the value goes on after it.
+# next parameter or quote.
 _KEY_IN_URL = re.compile(
     r"([?&;#](?:[\w.%-]*(?:token|key|secret|password|passwd|passphrase|signature|credentials?|jwt)"
-    r"|pwd|pass|sig|auth|authorization|bearer|code|sas)=)(?:[^&#\s\"'<>]|[\"'](?=\w))+",
+    r"|pwd|pass|sig|auth|authorization|bearer|code|sas)=)[^&#\s\"'<>]+",
     re.I,
 )
 

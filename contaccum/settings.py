@@ -1,11 +1,6 @@
 """All settings of a training. Each one is declared once, as a field of a dataclass below.
 
-A field says everything about its setting: type and choices, default, help, limits, the methods that
-use it, what a changed value means for an unfinished run, and whether `contaccum fit` sets it. The
-settings are in groups. `LossSettings` is the group of the loss, `TrainingSettings` has all groups
-that a trainer reads, and `Settings` adds those of model and data. `TrainingSettings` and
-`Settings` are immutable and checked when they are made, so whoever has one need not check it again.
-
+The fields are in groups; `Settings` has all of them, is immutable, and is checked when it is made.
 `read` parses YAML files and the command line, `to_yaml` writes a YAML file, and `replace` changes
 settings. This module imports neither torch nor transformers, so that `--help` and refusals come at
 once. What depends on a device, a package or the content of files is checked where it is used.
@@ -15,7 +10,6 @@ from __future__ import annotations
 
 import argparse
 import ast
-import copy
 import dataclasses
 import functools
 import importlib.util
@@ -27,15 +21,12 @@ import os
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import KW_ONLY, dataclass, field, fields
 from pathlib import Path
-from types import UnionType
 from typing import (
     Any,
     Concatenate,
     Literal,
-    NoReturn,
     ParamSpec,
     TypeVar,
-    Union,
     get_args,
     get_origin,
     get_type_hints,
@@ -54,16 +45,7 @@ Method = Literal[
     "query_side",
 ]
 METHODS: tuple[str, ...] = get_args(Method)
-"""The methods differ in the source of a query's negatives.
-
-- in_batch: the other passages of a batch. An update is a single batch.
-- grad_accum: the other passages of a micro-batch. An update has several micro-batches.
-- grad_cache: the other passages of all micro-batches of the update, which are encoded twice.
-- contaccum: as grad_accum, and the past passages in a bank. The past queries in a second bank are
-  contrasted with the new and past passages as well.
-- contaccum_cached: as grad_cache, with the banks of contaccum.
-- query_side: all documents of a store. Their embeddings are fixed, and only queries are encoded.
-"""
+"""The methods differ in the source of a query's negatives; docs/training.md has a table."""
 WITH_BANK = ("contaccum", "contaccum_cached")
 """Methods with a bank of past embeddings."""
 WITH_CACHE = ("grad_cache", "contaccum_cached")
@@ -72,10 +54,7 @@ WITH_PASSAGES = METHODS[:-1]
 """Methods that encode passages in training: all but query_side, which has a loss of its own."""
 
 Similarity = Literal["cos", "dot"]
-NormalizeBy = Literal["local", "all"]
-DriftCompensationMode = Literal["auto", "none"]
 DataFormat = Literal["beir", "dpr", "tevatron", "pairs", "triplets", "csv", "parquet", "hub"]
-Strategy = Literal["no", "steps", "epoch"]
 
 DEFAULT_BANK_SIZE = 1024
 DEFAULT_TEMPERATURE = {"cos": 0.05, "dot": 1.0}
@@ -97,17 +76,14 @@ def option(
     """Return a dataclass field with everything that the program knows about a setting.
 
     Args:
-        default: the default value. A list or dictionary is copied for each object.
         help_text: the line of `--help`.
         least, above: limits of a number, or of each number in a list.
-        methods: the methods that use the setting. With another method, any value but the default is
-            refused.
+        methods: the methods that use the setting; others refuse any value but the default.
         needs: name of a setting without which this one has no effect, and is refused.
-        on_change: what a value that differs from the one that an unfinished run was started with
-            means: "restart": its checkpoints are not valid any more. "continue": the run may go on
-            from its checkpoint, but the result is another one. "ignore": the result stays the same.
-        is_path: the value may name a file or folder. Its content counts then, and not its name.
-        set_by_fit: `contaccum fit` decides it or does without it, so the user cannot give it there.
+        on_change: effect of another value on an unfinished run. "restart": its checkpoints are not
+            valid any more. "continue": it may go on, with another result. "ignore": none.
+        is_path: the value may name a file or folder, whose content counts, and not its name.
+        set_by_fit: `contaccum fit` decides it or does without it, so users cannot give it there.
     """
     metadata = {
         "help": help_text,
@@ -126,7 +102,9 @@ def option(
 
 changeable = functools.partial(option, on_change="continue")
 """`option` for a setting with another value of which an unfinished run may go on."""
-
+decided_by_fit = functools.partial(changeable, set_by_fit=True)
+"""`changeable` for a setting that `contaccum fit` decides or does without."""
+of_query_side = functools.partial(option, methods=("query_side",))
 
 # The settings, in groups --------------------------------------------------------------------------
 
@@ -136,18 +114,13 @@ class ModelSettings:
     """The encoder to train, and an adapter for it."""
 
     model: str = option(
-        "",
-        "Folder or hub name of a SentenceTransformer or of a transformers backbone.",
-        is_path=True,
+        "", "Folder or hub name of a SentenceTransformer or transformers backbone.", is_path=True
     )
     tied: bool = option(
-        True,
-        "False: two encoders. True: one encoder for queries and passages; but a saved model with "
-        "two encoders keeps both.",
+        True, "One encoder for queries and passages. A model that was saved with two keeps both."
     )
     towers: Literal["one"] | None = option(
-        None,
-        "one: refuse whatever gives two encoders, so that `encode` serves queries and passages.",
+        None, "one: refuse all that gives two encoders, so that `encode` is right for any text."
     )
     pooling: Literal["cls", "mean", "lasttoken"] | None = option(
         None, "Pooling of a backbone. Default: chosen by its architecture."
@@ -177,24 +150,14 @@ class ModelSettings:
     lora_target_modules: list[str] | None = option(
         None, "Names of the layers with an adapter. Default: every linear layer.", needs="lora_r"
     )
-    load_in_4bit: bool = option(
-        False, "Load the weights of the base model in 4 bits, with bitsandbytes."
-    )
-    merge_adapter: bool = option(
-        False, "At the end, save a full model: the weights with the adapter added."
-    )
+    load_in_4bit: bool = option(False, "Load the weights under an adapter in 4 bits.")
     blend: float = option(
-        1.0,
-        "At the end, save this share of the trained weights plus the rest of the earlier ones.",
-        above=0,
-        set_by_fit=True,
+        1.0, "Share of the trained weights in the saved ones.", above=0, set_by_fit=True
     )
     trust_remote_code: bool = option(
         False, "Run code that comes with the model; only the command line can allow it, no config."
     )
-    device: str | None = changeable(
-        None, "Device of the training: cpu or cuda. Default: an accelerator, if there is one."
-    )
+    device: Literal["cpu"] | None = changeable(None, "cpu: train without the accelerator.")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -202,47 +165,30 @@ class DataSettings:
     """Training and evaluation data, in the formats of docs/data.md."""
 
     train_data: list[str] = option(
-        [],
-        'A file, a folder or a Hugging Face data set; several: paths or {"path": ...}.',
-        is_path=True,
-        set_by_fit=True,
+        [], 'Files, folders, hub data sets; or {"path": ...}.', is_path=True, set_by_fit=True
     )
-    data_format: DataFormat | None = option(
-        None, "Format of the data. Default: detected from the content."
-    )
-    data_columns: list[str] | None = option(
-        None, "Names of the data's columns by role: query=question ..."
-    )
-    split: str = option(
-        "train", "Split of a BEIR folder, or of a Hugging Face data set.", set_by_fit=True
-    )
+    data_format: DataFormat | None = option(None, "Format of the data. Default: detected.")
+    data_columns: list[str] | None = option(None, "Columns of the data: query=question ...")
+    split: str = option("train", "Split of a BEIR folder or a hub data set.", set_by_fit=True)
     num_hard_negatives: int = option(0, "Hard negatives per query.", least=0, methods=WITH_PASSAGES)
     positives: Literal["draw", "first", "all"] | None = option(
         None, "Of several positives: sample one in each epoch, use the first, or use all."
     )
     missing_negatives: Literal["fill", "drop"] = option(
-        "fill",
-        "A record with too few negatives: fill up with passages of other records, or drop it.",
+        "fill", "A record with too few negatives: fill up with passages of others, or drop it."
     )
     on_bad_record: Literal["stop", "skip"] = option(
         "stop", "A record that cannot be used: stop, or skip and count it."
     )
-    eval_data: str | None = changeable(
-        None,
-        "Evaluation data: a BEIR folder, or the name of a public set.",
-        is_path=True,
-        set_by_fit=True,
+    eval_data: str | None = decided_by_fit(
+        None, "Evaluation data: a BEIR folder, or the name of a public set.", is_path=True
     )
-    eval_split: str = changeable("dev", "Split of eval_data.", set_by_fit=True)
-    eval_queries: int | None = changeable(
-        None,
-        "Number of queries of eval_data, always the same sample. Default: all.",
-        set_by_fit=True,
+    eval_split: str = decided_by_fit("dev", "Split of eval_data.")
+    eval_queries: int | None = decided_by_fit(
+        None, "Number of queries of eval_data, always the same sample. Default: all."
     )
-    eval_corpus_size: int | None = changeable(
-        None,
-        "Number of documents of eval_data, with all relevant ones. Default: all.",
-        set_by_fit=True,
+    eval_corpus_size: int | None = decided_by_fit(
+        None, "Number of documents of eval_data, with all relevant ones. Default: all."
     )
 
 
@@ -250,67 +196,39 @@ class DataSettings:
 class MethodSettings:
     """The method and its updates."""
 
-    method: Method = option(
-        "contaccum",
-        "The source of an update's negatives; see docs/training.md.",
+    method: Method = option("contaccum", "Source of an update's negatives; see docs/training.md.")
+    passage_store: str | None = of_query_side(
+        None, "query_side: store by contaccum encode.", is_path=True, set_by_fit=True
     )
-    passage_store: str | None = option(
-        None,
-        "With query_side: the store of the corpus, written by contaccum encode.",
-        methods=("query_side",),
-        is_path=True,
-        set_by_fit=True,
+    corpus: str | None = of_query_side(
+        None, "query_side: a file or BEIR folder to encode, instead of passage_store.", is_path=True
     )
-    corpus: str | None = option(
-        None,
-        "With query_side: a file or BEIR folder to encode, instead of passage_store.",
-        methods=("query_side",),
-        is_path=True,
-    )
-    missing: Literal["stop", "add", "drop"] = option(
-        "stop",
-        "Positives that the store lacks: stop, add them, or drop their rows.",
-        methods=("query_side",),
-        set_by_fit=True,
+    missing: Literal["stop", "add"] = of_query_side(
+        "stop", "query_side: positives that the store lacks: stop, or add them.", set_by_fit=True
     )
     second_stage: str | None = option(
         None,
-        "Documents (a file or BEIR folder) that the trained model encodes; then its query tower is "
-        "trained against them by query_side.",
+        "Documents, against which query_side then trains the model's query tower.",
         methods=WITH_PASSAGES,
         is_path=True,
         set_by_fit=True,
     )
     total_train_batch_size: int | None = option(
-        None,
-        "Pairs per update on all devices; determines gradient_accumulation_steps.",
-        least=1,
+        None, "Pairs per update on all devices; sets gradient_accumulation_steps.", least=1
     )
     gather_across_devices: bool | None = changeable(
-        None,
-        "Contrast the pairs of all devices. Default: true for methods with a bank.",
-        methods=WITH_PASSAGES,
+        None, "Contrast pairs of all devices. Default: with a bank.", methods=WITH_PASSAGES
     )
     learning_rates: list[float] | None = option(
-        None,
-        "The learning rate of each update, and thus their number, as contaccum fit writes it.",
-        least=0,
-        set_by_fit=True,
+        None, "Rate of each update, as contaccum fit writes them.", least=0, set_by_fit=True
     )
-    max_skipped_updates: int = changeable(
-        10, "Updates that may be skipped because they are not finite; one more ends the run."
+    max_skipped_updates: int = changeable(10, "Updates that are not finite before a run ends.")
+    early_stopping_patience: int | None = decided_by_fit(
+        None, "Stop after this many evaluations in a row without improvement."
     )
-    early_stopping_patience: int | None = changeable(
-        None, "Stop after this many evaluations in a row without improvement.", set_by_fit=True
-    )
-    card_examples: bool = option(
-        False, "Show texts of the training data in the model card.", on_change="ignore"
-    )
+    card_examples: bool = option(False, "Show training texts in the card.", on_change="ignore")
     overwrite_output_dir: bool = option(
-        False,
-        "Allow a new run in a folder with another run; its checkpoints are removed.",
-        on_change="ignore",
-        set_by_fit=True,
+        False, "Replace a run that is in the folder.", on_change="ignore", set_by_fit=True
     )
 
 
@@ -319,32 +237,21 @@ class LossSettings:
     """The loss, its bank, and the exclusion of false negatives."""
 
     bank_size: int | None = option(
-        None,
-        f"Rows of each bank, for methods that have one. Default: {DEFAULT_BANK_SIZE}.",
-        least=0,
-        methods=WITH_BANK,
+        None, f"Rows of each bank. Default: {DEFAULT_BANK_SIZE}.", least=0, methods=WITH_BANK
     )
     _: KW_ONLY
     query_bank_size: int | None = option(
-        None,
-        "Rows of the query bank: bank_size, or 0 for a passage bank alone. Default: bank_size.",
-        methods=WITH_BANK,
+        None, "Rows of the query bank: bank_size (the default) or 0.", methods=WITH_BANK
     )
-    normalize_by: NormalizeBy = option(
-        "local",
-        "local: divide the summed row losses by the local rows. all: by all rows (the paper).",
-        methods=WITH_BANK,
+    normalize_by: Literal["local", "all"] = option(
+        "local", "Divide the summed row losses by the local rows, or by all.", methods=WITH_BANK
     )
     mask_duplicates: bool = option(
-        True,
-        "Exclude known positives of a query from its negatives. Texts are compared by ids.",
-        methods=WITH_PASSAGES,
+        True, "Exclude known positives of a query from its negatives.", methods=WITH_PASSAGES
     )
     bank_hard_negatives: bool = option(True, "Store hard negatives in the bank.", methods=WITH_BANK)
-    drift_compensation: DriftCompensationMode = option(
-        "auto",
-        "Correction of bank entries that an older encoder encoded; see docs/drift.md.",
-        methods=WITH_BANK,
+    drift_compensation: Literal["auto", "none"] = option(
+        "auto", "Correction of old bank entries; see docs/drift.md.", methods=WITH_BANK
     )
 
 
@@ -356,14 +263,10 @@ class SimilaritySettings:
         None, "Similarity of embeddings. Default: the model's own.", set_by_fit=True
     )
     temperature: float | None = option(
-        None,
-        "Divisor of the similarities. Default: 0.05 with cos, 1.0 with dot.",
-        above=0,
+        None, "Divisor of the similarities. Default: 0.05 with cos, 1.0 with dot.", above=0
     )
     matryoshka_dims: list[int] | None = option(
-        None,
-        "Train embeddings truncated to each of these sizes. List the full size too: 384 128 64.",
-        methods=WITH_PASSAGES,
+        None, "Train embeddings truncated to these sizes, the full one too.", methods=WITH_PASSAGES
     )
 
 
@@ -371,19 +274,14 @@ class SimilaritySettings:
 class TrainerSettings:
     """Arguments of transformers that contaccum reads, sets or restricts.
 
-    The defaults are those of transformers, except for ``output_dir``. All its other arguments are
-    in ``TrainingSettings.transformers``.
+    The defaults are those of transformers, except for ``output_dir``.
     """
 
     output_dir: str = option("", "Folder of the run.", on_change="ignore", set_by_fit=True)
     resume_from_checkpoint: str | None = option(
-        None,
-        "Continue a run: last, auto (if there is one), or the folder of a checkpoint.",
-        on_change="ignore",
-        set_by_fit=True,
+        None, "Continue from last, auto, or a folder.", on_change="ignore", set_by_fit=True
     )
     learning_rate: float = changeable(5e-5, "Peak of the learning rate.", above=0)
-    lr_scheduler_type: str = changeable("linear", "Course of the learning rate.")
     warmup_steps: float = changeable(
         0, "Updates in which the learning rate rises, or their share if below 1.", least=0
     )
@@ -405,48 +303,38 @@ class TrainerSettings:
     )
     bf16: bool = changeable(False, "Train in mixed precision with bfloat16.")
     fp16: bool = changeable(False, "Train in mixed precision with float16.")
-    eval_strategy: Strategy = option(
-        "no", "When to evaluate.", on_change="continue", set_by_fit=True
+    eval_strategy: Literal["no", "steps", "epoch"] = decided_by_fit("no", "When to evaluate.")
+    eval_steps: float | None = decided_by_fit(
+        None, "Updates between two evaluations. Default: logging_steps."
     )
-    eval_steps: float | None = changeable(
-        None, "Updates between two evaluations. Default: logging_steps.", set_by_fit=True
+    save_strategy: Literal["no", "steps", "epoch", "best"] = decided_by_fit(
+        "steps", "When to save a checkpoint."
     )
-    eval_on_start: bool = changeable(False, "Evaluate before the first update.", set_by_fit=True)
-    save_strategy: Literal["no", "steps", "epoch", "best"] = changeable(
-        "steps", "When to save a checkpoint.", set_by_fit=True
-    )
-    save_steps: float = changeable(500, "Updates between two checkpoints.", set_by_fit=True)
+    save_steps: float = decided_by_fit(500, "Updates between two checkpoints.")
     save_total_limit: int | None = option(
         None, "Number of checkpoints to keep. Default: all.", on_change="ignore", set_by_fit=True
     )
-    load_best_model_at_end: bool = changeable(
-        False, "Save the best checkpoint as the result.", set_by_fit=True
-    )
+    load_best_model_at_end: bool = decided_by_fit(False, "Save the best checkpoint as the result.")
     metric_for_best_model: str | None = option(
         None, "Metric of the best checkpoint. Default: the evaluator's.", set_by_fit=True
-    )
-    greater_is_better: bool | None = changeable(
-        None,
-        "True if higher values of that metric are better. Default: by its name.",
-        set_by_fit=True,
     )
     push_to_hub: bool = option(
         False, "Upload the model to the hub.", on_change="ignore", set_by_fit=True
     )
-    logging_strategy: Strategy = option("steps", "When to log.", on_change="ignore")
-    logging_steps: float = option(500, "Updates between two log lines.", on_change="ignore")
-    disable_tqdm: bool | None = option(None, "Show no progress bars.", on_change="ignore")
-    dataloader_num_workers: int = option(
-        0, "Processes that prepare batches.", least=0, on_change="ignore"
-    )
 
 
 @dataclass(frozen=True, kw_only=True)
-class TrainingSettings(TrainerSettings, SimilaritySettings, LossSettings, MethodSettings):
-    """All settings that a trainer reads, without those of its model and its data.
+class Settings(
+    TrainerSettings,
+    SimilaritySettings,
+    LossSettings,
+    MethodSettings,
+    DataSettings,
+    ModelSettings,
+):
+    """All settings of a training, with ``transformers``: its other arguments, by name.
 
-    Attributes:
-        transformers: other arguments of transformers, by name.
+    ``model``, ``train_data`` and ``output_dir`` may be empty; `require_complete` asks for them.
 
     Raises:
         ConfigError: for a value or a combination that cannot work.
@@ -455,52 +343,23 @@ class TrainingSettings(TrainerSettings, SimilaritySettings, LossSettings, Method
     transformers: dict[str, Any] = option({}, "Other arguments of transformers.")
 
     def __post_init__(self) -> None:
-        check(self)
-
-    @property
-    def has_gradient_cache(self) -> bool:
-        """True if the method has a gradient cache; see `WITH_CACHE`."""
-        return self.method in WITH_CACHE
-
-    @property
-    def has_auto_micro_batch(self) -> bool:
-        """True if the trainer finds the largest micro-batch that memory allows."""
-        return self.per_device_train_batch_size == "auto"
-
-    @property
-    def engine(self) -> str | None:
-        """ "deepspeed" or "fsdp" if the settings or `accelerate launch` have enabled it."""
-        for name in ("deepspeed", "fsdp"):
-            launcher_value = os.environ.get(f"ACCELERATE_USE_{name.upper()}", "")
-            if self.transformers.get(name) or launcher_value.lower() == "true":
-                return name
-        return None
-
-
-@dataclass(frozen=True, kw_only=True)
-class Settings(TrainingSettings, DataSettings, ModelSettings):
-    """All settings of a training.
-
-    ``model``, ``train_data`` and ``output_dir`` may be empty; `require_complete` asks for them.
-    """
-
-
-GROUPS = (
-    ModelSettings,
-    DataSettings,
-    MethodSettings,
-    LossSettings,
-    SimilaritySettings,
-    TrainerSettings,
-)
-"""All groups of settings, in the order of `contaccum train --help`."""
-
-AnySettings = TypeVar("AnySettings", bound=TrainingSettings)
+        check_training(self)
+        gives_two_towers = self.method == "query_side" or self.second_stage or not self.tied
+        if self.towers and gives_two_towers:
+            raise ConfigError(
+                "towers=one with method=query_side, second_stage or tied=false, which give two "
+                "encoders. Drop one of them"
+            )
+        if self.second_stage is not None and self.lora_r is not None:
+            raise ConfigError(
+                "second_stage with lora_r: the second stage trains a whole query tower. Drop one "
+                "of them"
+            )
 
 
 @dataclass(frozen=True)
 class InfoNCESettings(LossSettings):
-    """Settings of `BankedInfoNCE`, which `contaccum.bank.info_nce` documents: none is left open."""
+    """Settings of `BankedInfoNCE`, which documents them: none is left open."""
 
     bank_size: int = DEFAULT_BANK_SIZE
     query_bank_size: int | None = None
@@ -511,119 +370,29 @@ class InfoNCESettings(LossSettings):
     pairs_per_update: int | None = None
 
     def __post_init__(self) -> None:
-        check(self)
+        check_values(self)
 
 
-# Combinations that cannot work --------------------------------------------------------------------
-
-REFUSALS: tuple[tuple[type, Callable[[Any], object], str], ...] = (
-    (
-        LossSettings,
-        lambda s: (
-            s.query_bank_size
-            and s.query_bank_size != (DEFAULT_BANK_SIZE if s.bank_size is None else s.bank_size)
-        ),
-        "query_bank_size must be 0 (no query bank) or equal to bank_size ({s.bank_size}), got "
-        "{s.query_bank_size}",
-    ),
-    (
-        Settings,
-        lambda s: s.towers and (s.method == "query_side" or s.second_stage or not s.tied),
-        "towers=one with method=query_side, second_stage or tied=false, which give two encoders. "
-        "Drop one of them",
-    ),
-    (
-        Settings,
-        lambda s: s.second_stage is not None and s.lora_r is not None,
-        "second_stage with lora_r: the second stage trains a whole query tower. Drop one of them",
-    ),
-    (
-        TrainingSettings,
-        lambda s: s.method == "query_side" and (s.passage_store is None) == (s.corpus is None),
-        "method=query_side: set passage_store (written by contaccum encode) or corpus (a file or "
-        "folder to encode), one of them",
-    ),
-    (
-        TrainingSettings,
-        lambda s: (
-            s.method == "in_batch" and (s.has_auto_micro_batch or s.gradient_accumulation_steps > 1)
-        ),
-        "method=in_batch with gradient_accumulation_steps or per_device_train_batch_size=auto: its "
-        "update is a single batch. Drop them, or set method=grad_accum",
-    ),
-    (
-        TrainingSettings,
-        lambda s: s.transformers.get("auto_find_batch_size"),
-        "auto_find_batch_size: it would change the pairs per update. Set "
-        "per_device_train_batch_size=auto instead, which does not",
-    ),
-    (
-        TrainingSettings,
-        lambda s: s.has_auto_micro_batch and s.total_train_batch_size is None,
-        "per_device_train_batch_size=auto: set the number of pairs per update with "
-        "total_train_batch_size",
-    ),
-    (
-        TrainingSettings,
-        lambda s: s.early_stopping_patience is not None and s.eval_strategy == "no",
-        "early_stopping_patience with eval_strategy=no: set eval_strategy and eval_steps",
-    ),
-    (
-        TrainingSettings,
-        lambda s: s.method == "query_side" and s.engine,
-        "method=query_side with {s.engine}: it is not supported. Drop {s.engine}",
-    ),
-    (
-        TrainingSettings,
-        lambda s: s.has_auto_micro_batch and s.engine,
-        "per_device_train_batch_size=auto with {s.engine}: set per_device_train_batch_size to a "
-        "number",
-    ),
-    (
-        TrainingSettings,
-        lambda s: s.max_steps == 0,  # transformers would train for num_train_epochs
-        "max_steps=0: set the number of updates, or drop it to train for num_train_epochs",
-    ),
-    (
-        TrainingSettings,
-        lambda s: s.has_gradient_cache and s.engine == "deepspeed",
-        "method={s.method} with deepspeed: DeepSpeed allows only one backward pass per micro-step, "
-        "and a gradient cache needs several. Set fsdp=true instead",
-    ),
-    (
-        TrainingSettings,
-        lambda s: s.fp16 and s.engine == "deepspeed",
-        "fp16=true with deepspeed: DeepSpeed scales the loss itself, so that the logged gradient "
-        "norms would be scaled too. Set bf16=true",
-    ),
-    (
-        Settings,
-        lambda s: (
-            s.merge_adapter
-            and s.output_dir
-            and Path(s.model).resolve() == Path(s.output_dir).resolve()
-        ),
-        "merge_adapter with model as output_dir: the merged model would overwrite the base model "
-        "that the checkpoints need. Set another output_dir",
-    ),
-    (
-        Settings,
-        lambda s: s.merge_adapter and s.push_to_hub,
-        "merge_adapter with push_to_hub: the adapter would be uploaded before it is merged. Drop "
-        "push_to_hub, and upload the merged folder afterwards",
-    ),
-)
-"""(class of the settings, condition, message); ``{s.name}`` in a message is a setting's value."""
+# Settings that cannot work ------------------------------------------------------------------------
 
 
-def check(settings: InfoNCESettings | TrainingSettings) -> None:
-    """Raise `ConfigError` for a value or a combination that cannot work."""
+def check_values(settings: Any) -> None:
+    """Raise `ConfigError` for a value that is no choice, is out of its limits, or has no effect.
+
+    ``settings`` is a dataclass with any of the fields of `Settings`.
+    """
     method = getattr(settings, "method", None)  # the settings of a loss alone have no method
-    settings_class: Any = type(settings)
-    hints = _get_type_hints(settings_class)
     for name, value in list_changed(settings).items():
         rule = Settings.__dataclass_fields__[name].metadata
-        _check_value(name, value, hints[name], rule)
+        if choices := get_choices(name):
+            check_choice(name, value, choices)
+        for number in value if isinstance(value, list) else [value]:
+            if not isinstance(number, numbers.Real):  # the numbers of numpy are of this kind too
+                continue
+            if rule["least"] is not None and not rule["least"] <= number < math.inf:
+                raise ConfigError(f"{name}={value}: it must be at least {rule['least']}")
+            if rule["above"] is not None and not rule["above"] < number < math.inf:
+                raise ConfigError(f"{name}={value}: it must be above {rule['above']}")
         # A size of 0 means no bank, which is what the other methods have.
         is_no_bank = name in ("bank_size", "query_bank_size") and value == 0
         if method is not None and method not in rule["methods"] and not is_no_bank:
@@ -636,26 +405,66 @@ def check(settings: InfoNCESettings | TrainingSettings) -> None:
             raise ConfigError(
                 f"{name}={value} without {needed}: it has no effect. Set {needed}, or drop {name}"
             )
-    for settings_class, is_wrong, message in REFUSALS:
-        if isinstance(settings, settings_class) and is_wrong(settings):
-            raise ConfigError(message.format(s=settings))
+    bank_size = DEFAULT_BANK_SIZE if settings.bank_size is None else settings.bank_size
+    if settings.query_bank_size and settings.query_bank_size != bank_size:
+        raise ConfigError(
+            f"query_bank_size must be 0 (no query bank) or equal to bank_size ({bank_size}), got "
+            f"{settings.query_bank_size}"
+        )
 
 
-def _check_value(name: str, value: Any, hint: Any, rule: Mapping[str, Any]) -> None:
-    """Raise `ConfigError` for a value of another type than the field's, or out of its limits."""
-    if not _has_type(value, hint):
-        choices = get_choices(name)
-        if choices:
-            check_choice(name, value, choices)
-        type_name = getattr(hint, "__name__", str(hint))
-        raise ConfigError(f"{name} must be of type {type_name}, got {value!r}")
-    for number in value if isinstance(value, list) else [value]:
-        if not isinstance(number, numbers.Real):
-            continue
-        if rule["least"] is not None and number < rule["least"]:
-            raise ConfigError(f"{name}={value}: it must be at least {rule['least']}")
-        if rule["above"] is not None and number <= rule["above"]:
-            raise ConfigError(f"{name}={value}: it must be above {rule['above']}")
+def check_training(settings: Any) -> None:
+    """Raise `ConfigError` for `Settings`, or arguments of a trainer, that cannot work."""
+    check_values(settings)
+    method = settings.method
+    engine = get_engine(settings)
+    is_auto = settings.per_device_train_batch_size == "auto"
+    if method == "query_side" and (settings.passage_store is None) == (settings.corpus is None):
+        raise ConfigError(
+            "method=query_side: set passage_store (written by contaccum encode) or corpus (a file "
+            "or folder to encode), one of them"
+        )
+    if method == "in_batch" and (is_auto or settings.gradient_accumulation_steps > 1):
+        raise ConfigError(
+            "method=in_batch with gradient_accumulation_steps or per_device_train_batch_size=auto: "
+            "its update is a single batch. Drop them, or set method=grad_accum"
+        )
+    if is_auto and settings.total_train_batch_size is None:
+        raise ConfigError(
+            "per_device_train_batch_size=auto: set the number of pairs per update with "
+            "total_train_batch_size"
+        )
+    if settings.early_stopping_patience is not None and settings.eval_strategy == "no":
+        raise ConfigError(
+            "early_stopping_patience with eval_strategy=no: set eval_strategy and eval_steps"
+        )
+    if engine and method == "query_side":
+        raise ConfigError(f"method=query_side with {engine}: it is not supported. Drop {engine}")
+    if engine and is_auto:
+        raise ConfigError(
+            f"per_device_train_batch_size=auto with {engine}: set per_device_train_batch_size to a "
+            "number"
+        )
+    if engine == "deepspeed" and method in WITH_CACHE:
+        raise ConfigError(
+            f"method={method} with deepspeed: DeepSpeed allows only one backward pass per "
+            "micro-step, and a gradient cache needs several. Set fsdp=true instead"
+        )
+    if engine == "deepspeed" and settings.fp16:
+        raise ConfigError(
+            "fp16=true with deepspeed: DeepSpeed scales the loss itself, so that the logged "
+            "gradient norms would be scaled too. Set bf16=true"
+        )
+
+
+def get_engine(settings: Any) -> str | None:
+    """Return "deepspeed" or "fsdp" if the settings or `accelerate launch` have enabled it."""
+    given = getattr(settings, "transformers", vars(settings))
+    for name in ("deepspeed", "fsdp"):
+        launcher_value = os.environ.get(f"ACCELERATE_USE_{name.upper()}", "")
+        if given.get(name) or launcher_value.lower() == "true":
+            return name
+    return None
 
 
 _get_type_hints = functools.cache(get_type_hints)
@@ -664,29 +473,10 @@ _get_type_hints = functools.cache(get_type_hints)
 def get_choices(name: str) -> tuple[str, ...]:
     """Return the allowed values of a setting that has a fixed set of them; else an empty tuple."""
     hint = _get_type_hints(Settings).get(name)
-    choices: tuple[str, ...] = ()
-    for part in (hint, *get_args(hint)):
-        if part is int:  # a number, or auto
-            return ()
-        if get_origin(part) is Literal:
-            choices = get_args(part)
-    return choices
-
-
-def _has_type(value: Any, hint: Any) -> bool:
-    origin = get_origin(hint) or hint
-    if origin in (Union, UnionType):
-        return any(_has_type(value, part) for part in get_args(hint))
-    if origin is Literal:
-        return value in get_args(hint)
-    if origin is list:
-        [item_hint] = get_args(hint)
-        return isinstance(value, list) and all(_has_type(item, item_hint) for item in value)
-    if origin in (int, float):
-        # The numbers of numpy are of these kinds as well.
-        kind = numbers.Integral if origin is int else numbers.Real
-        return isinstance(value, kind) and not isinstance(value, bool) and math.isfinite(value)
-    return isinstance(value, origin)
+    parts = (hint, *get_args(hint))
+    if int in parts:  # a number, or auto
+        return ()
+    return next((get_args(part) for part in parts if get_origin(part) is Literal), ())
 
 
 def require_complete(settings: Settings) -> None:
@@ -710,7 +500,7 @@ def require_complete(settings: Settings) -> None:
 # Use of settings ----------------------------------------------------------------------------------
 
 
-def replace(settings: AnySettings, **changes: Any) -> AnySettings:
+def replace(settings: Settings, **changes: Any) -> Settings:
     """Return settings with some of them changed, such as ``replace(settings, seed=1)``.
 
     Arguments of transformers that have no field of their own are added to ``transformers``.
@@ -759,7 +549,7 @@ def list_changed(settings: Any) -> dict[str, Any]:
     return changed
 
 
-def to_dict(settings: TrainingSettings) -> dict[str, Any]:
+def to_dict(settings: Settings) -> dict[str, Any]:
     """Return {name: value} of all changed settings; the arguments of `replace` that make them."""
     changed = list_changed(settings)
     others = changed.pop("transformers", {})
@@ -768,21 +558,14 @@ def to_dict(settings: TrainingSettings) -> dict[str, Any]:
 
 def select(settings: Any, names_of: type) -> dict[str, Any]:
     """Return {name: value} of the settings that a dataclass, ``names_of``, has as well."""
-    names = {own_field.name for own_field in fields(settings)}
-    return {
-        setting.name: getattr(settings, setting.name)
-        for setting in fields(names_of)
-        if setting.name in names
-    }
+    names = [setting.name for setting in fields(names_of)]
+    return {name: getattr(settings, name) for name in names if hasattr(settings, name)}
 
 
 def find(key: str, value: Any = True) -> dict[str, Any]:
     """Return {name: default} of the settings with a value of a key of `option`."""
-    found = {}
-    for setting in fields(Settings):
-        if setting.metadata[key] == value:
-            found[setting.name] = get_default(setting)
-    return found
+    found = [setting for setting in fields(Settings) if setting.metadata[key] == value]
+    return {setting.name: get_default(setting) for setting in found}
 
 
 def get_default(setting: dataclasses.Field[Any]) -> Any:
@@ -845,23 +628,6 @@ def takes_settings(
     return decorate
 
 
-def extend_arguments(base: type, settings_class: type) -> Any:
-    """Return a dataclass with the fields of ``base`` and those settings that it does not have.
-
-    It is a class for HfArgumentParser, for which all metadata of a field are arguments of argparse.
-    """
-    names_of_base = {argument.name for argument in fields(base)}
-    hints = _get_type_hints(settings_class)
-    added: list[tuple[str, Any, Any]] = []
-    for setting in fields(settings_class):
-        if setting.name in names_of_base or setting.name == "transformers":
-            continue
-        plain_field: Any = copy.copy(setting)
-        plain_field.metadata = {"help": setting.metadata["help"].replace("%", "%%")}
-        added.append((setting.name, hints[setting.name], plain_field))
-    return dataclasses.make_dataclass(base.__name__, added, bases=(base,))
-
-
 # Text: YAML files and the command line ------------------------------------------------------------
 
 
@@ -879,18 +645,24 @@ def read(argv: Sequence[str], command_options: Collection[str] = ()) -> dict[str
         ConfigError: for a file that cannot be read or allows remote code, an unknown key, or a
             value of another type.
     """
-    # Without defaults, the result has only what is given.
-    parser = _Parser(add_help=False, allow_abbrev=False, argument_default=argparse.SUPPRESS)
+    parser = argparse.ArgumentParser(
+        add_help=False,
+        allow_abbrev=False,
+        exit_on_error=False,
+        argument_default=argparse.SUPPRESS,  # the result has only what is given
+    )
     add_options(parser)
     for name, annotation in get_types_of_transformers().items():
         _add_option(parser, name, annotation)
-    # Private: argparse has no other list. The options --no_NAME have no value, so 0 arguments.
-    actions = {action.dest: action for action in parser._actions if action.nargs != 0}
+    actions = {action.dest: action for action in parser._actions}  # argparse has no public list
     command_line = list(argv)
     given: dict[str, Any] = {}
     while command_line and not command_line[0].startswith("-"):
         given |= _read_yaml(command_line.pop(0), actions)
-    namespace, unknown = parser.parse_known_args(command_line)
+    try:
+        namespace, unknown = parser.parse_known_args(command_line)
+    except argparse.ArgumentError as error:
+        raise ConfigError(f"{error}. `contaccum train --help` lists the options") from error
     if unknown:
         key = unknown[0].lstrip("-").split("=")[0]
         suggestion = closest(key, actions.keys() | {*command_options})
@@ -908,22 +680,22 @@ def read(argv: Sequence[str], command_options: Collection[str] = ()) -> dict[str
     return given
 
 
-class _Parser(argparse.ArgumentParser):
-    def error(self, message: str) -> NoReturn:
-        raise ConfigError(f"{message}. `contaccum train --help` lists the options")
-
-
 def add_options(parser: argparse.ArgumentParser) -> None:
-    """Add an option for each setting to a parser, in the order of `GROUPS`."""
-    for group in GROUPS:
+    """Add an option for each setting to a parser, in a section for each group."""
+    for group in reversed(Settings.__bases__):  # the first group is the last base
         section = parser.add_argument_group((group.__doc__ or "").partition(".")[0])
         for setting in fields(group):
-            text = setting.metadata["help"].replace("%", "%%")  # argparse formats it
-            # By identity, because 0 equals False.
-            is_shown = not any(setting.default is value for value in _DEFAULTS_NOT_SHOWN)
-            if is_shown and "efault" not in text:
-                text += f" Default: {str(setting.default).lower()}."
-            _add_option(section, setting.name, str(setting.type), text)
+            add_option(section, setting.name)
+
+
+def add_option(parser: Any, name: str) -> None:
+    """Add the option for a setting to a parser, or to a section of it."""
+    setting = Settings.__dataclass_fields__[name]
+    text = setting.metadata["help"].replace("%", "%%")  # argparse formats it
+    default = get_default(setting)
+    if default and "efault" not in text:
+        text += f" Default: {str(default).lower()}."
+    _add_option(parser, name, str(setting.type), text)
 
 
 def _add_option(parser: Any, name: str, annotation: str, help_text: str | None = None) -> None:
@@ -935,7 +707,7 @@ def _add_option(parser: Any, name: str, annotation: str, help_text: str | None =
     type_name = next((parsed for parsed in _PARSERS if parsed in types), "str")
     keywords: dict[str, Any] = {"type": _PARSERS[type_name], "help": help_text}
     if name == "per_device_train_batch_size":
-        keywords["type"] = _parse_int_or_auto
+        keywords["type"] = number_or_auto
     if choices := get_choices(name):
         keywords["choices"] = choices
     else:
@@ -944,8 +716,6 @@ def _add_option(parser: Any, name: str, annotation: str, help_text: str | None =
         keywords["nargs"] = "+"
     if type_name == "bool":
         keywords |= {"nargs": "?", "const": True}
-        no_option = {"dest": name, "action": "store_false", "help": argparse.SUPPRESS}
-        parser.add_argument(f"--no_{name}", **no_option)
     parser.add_argument(f"--{name}", **keywords)
 
 
@@ -956,32 +726,21 @@ def parse_bool(text: str) -> bool:
     return text.lower() == "true"
 
 
-def _parse_int_or_auto(text: str) -> int | str:
-    if text.lower() == "auto":
-        return "auto"
-    try:
-        return int(text)
-    except ValueError:
-        raise argparse.ArgumentTypeError(f"must be a whole number or auto, got {text!r}") from None
+def number_or_auto(text: str) -> int | str:
+    return "auto" if text.lower() == "auto" else int(text)
 
 
 _PARSERS = {"bool": parse_bool, "int": int, "float": float, "str": str}
 """{type: parser of its values}. Of several types of an option, the first one here is parsed."""
-_DEFAULTS_NOT_SHOWN = (None, False, "", dataclasses.MISSING)
 
 
 def _read_yaml(name: str, actions: Mapping[str, argparse.Action]) -> dict[str, Any]:
     """Return {key: value} of a YAML file, with the types of the options in ``actions``."""
-    path = Path(name)
-    if not path.is_file():
-        raise ConfigError(f"{name}: no such config file")
     try:
-        content = yaml.safe_load(path.read_text(encoding="utf-8")) or {}
-    except (yaml.YAMLError, UnicodeDecodeError) as error:
-        mark = getattr(error, "problem_mark", None)
-        location = f"{name}:{mark.line + 1}" if mark else name
-        problem = getattr(error, "problem", None) or error
-        raise ConfigError(f"{location}: not valid YAML ({problem})") from error
+        with open(name, encoding="utf-8") as file:
+            content = yaml.safe_load(file) or {}
+    except (OSError, yaml.YAMLError, UnicodeDecodeError) as error:  # YAML's names the line
+        raise ConfigError(f"{name}: not a YAML file that can be read ({error})") from error
     if not isinstance(content, dict):
         raise ConfigError(
             f"{name}: a config consists of `key: value` lines, got a {type(content).__name__}"
@@ -1007,18 +766,19 @@ def _convert(value: Any, action: argparse.Action) -> Any:
     if action.nargs == "+":  # a list of texts or numbers; a mapping in it becomes JSON
         items = value if isinstance(value, list) else [value]
         return [json.dumps(item) if isinstance(item, dict) else parse(str(item)) for item in items]
-    if isinstance(value, (bool, dict, list)):
-        return value
+    is_own = action.dest in Settings.__dataclass_fields__
+    if not is_own and parse is str and isinstance(value, (bool, dict, list)):
+        return value  # transformers has arguments of several types, such as a text or a mapping
     return parse(str(value))  # YAML reads 1e-5 as a text, and 1 as an integer
 
 
-def to_yaml(settings: TrainingSettings | Mapping[str, Any]) -> str:
+def to_yaml(settings: Settings | Mapping[str, Any]) -> str:
     """Return settings, or {name: value}, as ``key: value`` lines, which `read` can read.
 
     Defaults of settings are left out. ``trust_remote_code`` becomes a comment, because only the
     command line can set it.
     """
-    values = to_dict(settings) if isinstance(settings, TrainingSettings) else dict(settings)
+    values = to_dict(settings) if isinstance(settings, Settings) else dict(settings)
     comment = ""
     if values.pop("trust_remote_code", False):
         comment = "# The model comes with code: add --trust_remote_code to the command line.\n"

@@ -1,12 +1,8 @@
 """A piece of work in a folder: is it the same work, is it finished, and whose turn is it.
 
-The folder has ``identity.json`` from the start of the work on: everything that decides the result.
-It has ``result.json`` from the end of the work on. This is the only module that compares
-identities, and that asks whether work is finished. (What `contaccum.files` writes as a whole, a
-file or a folder, is finished if it exists.)
-
-With several processes (ranks), the first one compares and writes, and all of them go on with what
-it has found.
+The folder has ``identity.json`` from the start of the work on, everything that decides the result,
+and ``result.json`` from its end on. With several processes (ranks), the first one compares and
+writes, and all of them go on with what it has found.
 """
 
 from __future__ import annotations
@@ -41,10 +37,7 @@ _MAX_SHOWN_VALUE = 60  # characters of a changed value; hashes are longer
 
 
 def on_first_rank(function: Callable[P, R], *args: P.args, **kwargs: P.kwargs) -> R:
-    """Return on all ranks what a function returns on the first one; the others wait for it.
-
-    All ranks must call it, so the function itself must not call it again.
-    """
+    """Return on all ranks, which must all call it, what a function returns on the first one."""
     from contaccum.distributed import broadcast, rank  # with torch, which refusals do not wait for
 
     return broadcast(function(*args, **kwargs) if rank() == 0 else None)
@@ -114,8 +107,8 @@ def require_own_folder(folder: Path, kind: str, allows_files: bool = False) -> N
 def read_result(folder: Path) -> dict[str, Any] | None:
     """Return the result of the work in a folder; None if the work is not finished.
 
-    It is not if ``result.json`` is missing or damaged, or if a file that `finish` has recorded is
-    missing or has another size, as in a copy that was cut off.
+    It is not if ``result.json`` is damaged, or if a file that `finish` has recorded has another
+    size or is missing, as in a copy that was cut off.
     """
     try:
         result = read_json(folder / RESULT_FILE)
@@ -136,9 +129,7 @@ def find_result(folder: Path, identity: Identity) -> dict[str, Any] | None:
 def finish(folder: Path, result: Mapping[str, Any], has_sizes: bool = False) -> dict[str, Any]:
     """Write the result of the work in a folder, which is finished then; return it as read.
 
-    Args:
-        has_sizes: True: all files of the folder reach the disk first, and the result has their
-            sizes; see `read_result`.
+    With ``has_sizes``, all files reach the disk first, and the result has their sizes.
     """
     written = dict(result)
     if has_sizes:
@@ -166,13 +157,13 @@ def remove_files(folder: Path) -> None:
 
 @contextmanager
 def lock(folder: Path, command: str) -> Iterator[None]:
-    """Hold a lock on a folder in a ``with`` block; make the folder if it does not exist.
+    """Hold a lock on a folder, which is made if needed, in a ``with`` block.
 
-    The lock ends with the process, also after a kill. A folder that was made for the block is
-    removed if it is empty at the end. ``command`` is named in the error.
+    The lock ends with the process, also after a kill. A new folder that stays empty is removed.
 
     Raises:
-        UserError: if another process has the lock, or the folder cannot be made.
+        UserError: if another process has the lock, which ``command`` names, or the folder cannot be
+            made.
     """
     is_new = not folder.exists()
     try:
@@ -202,10 +193,8 @@ def lock(folder: Path, command: str) -> Iterator[None]:
 def begin(folder: Path, identity: Identity, command: str, may_restart: bool) -> Iterator[None]:
     """Hold the lock of a folder in a ``with`` block of all ranks, and write the identity.
 
-    Args:
-        command: the name of the command in the error if another process works in the folder.
-        may_restart: True: a folder with other work of the same kind is emptied. False: it is
-            refused by `ConfigError`.
+    With ``may_restart``, a folder with other work of the same kind is emptied; without, it is
+    refused by `ConfigError`.
     """
     with ExitStack() as held:
 
@@ -235,15 +224,10 @@ def once(
     work: Callable[[], Mapping[str, Any]],
     all_ranks: bool = False,
 ) -> dict[str, Any]:
-    """Return the result of some work in a folder, which is done unless it is done already.
+    """Return the result of ``work`` in a folder, a JSON object; it is done only once.
 
     Work that a kill has interrupted goes on with the files that it left. If the identity has
-    changed, the folder is emptied first.
-
-    Args:
-        identity: everything that decides the result.
-        work: does the work in the folder, and returns its result as a JSON object.
-        all_ranks: True if all ranks do the work together. Otherwise the first one does it.
+    changed, the folder is emptied first. The first rank does the work, or ``all_ranks`` together.
     """
     result = on_first_rank(find_result, folder, identity)
     if result is not None:
@@ -257,10 +241,7 @@ def once(
 
 
 class Budget:
-    """The wall time that some work may take in all its starts together.
-
-    A file in the folder of the work has the time that was used so far, and that of each stage.
-    """
+    """The wall time that some work may take in all its starts together, which a file records."""
 
     def __init__(self, seconds: float, folder: Path) -> None:
         self.seconds = seconds
@@ -278,10 +259,7 @@ class Budget:
         return self._used_before + time.monotonic() - self._started
 
     def used(self) -> float:
-        """Return the seconds that were used so far, by the clock of the first rank.
-
-        All ranks must call it, so that they make the same decisions.
-        """
+        """Return the seconds that were used so far, on all ranks, by the clock of the first one."""
         return on_first_rank(self.used_here)
 
     def left(self) -> float:

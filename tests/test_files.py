@@ -155,34 +155,6 @@ def test_leftovers_of_killed_processes_are_removed(tmp_path):
     assert os.listdir(path) == ["ours"] and (path / "ours").read_text() == "first"
 
 
-@pytest.mark.parametrize(
-    "moment", ["before the old folder is moved away", "before the new one takes the name"]
-)
-def test_two_simultaneous_replacements_leave_one_folder(moment, tmp_path, monkeypatch):
-    path = tmp_path / "store"
-    with atomic_folder(path) as part:
-        (part / "before").touch()
-    rename = Path.rename
-    is_second = False
-
-    def interleaved(self: Path, target: Path) -> Path:
-        nonlocal is_second
-        moved = path if moment.startswith("before the old") else part
-        if self == moved and not is_second:
-            is_second = True
-            if path.exists():
-                rename(path, tmp_path / "elsewhere")
-            path.mkdir()
-            (path / "theirs").touch()
-        return rename(self, target)
-
-    with atomic_folder(path) as part:
-        (part / "ours").touch()
-        monkeypatch.setattr(Path, "rename", interleaved)
-    assert os.listdir(path) in (["ours"], ["theirs"])
-    assert {name for name in os.listdir(tmp_path) if name.startswith(".")} == set()
-
-
 def test_invalid_json_is_refused_with_the_file_name(tmp_path):
     path = tmp_path / "a.json"
     path.write_text('{"a": ')

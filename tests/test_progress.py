@@ -3,14 +3,13 @@
 import io
 import sys
 import threading
-from collections.abc import Iterator
 from pathlib import Path
 
-import pytest
 from tqdm import tqdm
 
+from contaccum import progress
 from contaccum.cli.options import print_at_once
-from contaccum.progress import StatusLine, set_verbose
+from contaccum.progress import StatusLine
 
 
 class Terminal(io.StringIO):
@@ -27,13 +26,6 @@ class Terminal(io.StringIO):
         length = super().write(text)
         self.written.set()
         return length
-
-
-@pytest.fixture
-def verbose() -> Iterator[None]:
-    set_verbose(True)
-    yield
-    set_verbose(False)
 
 
 def print_as_libraries_do() -> None:
@@ -56,7 +48,8 @@ def test_only_the_users_lines_reach_the_terminal(tmp_path: Path, capsys):
     assert all(text in log for text in ("train_loss", "Loading weights", "deprecated"))
 
 
-def test_verbose_shows_what_libraries_print(tmp_path: Path, capsys, verbose):
+def test_verbose_shows_what_libraries_print(tmp_path: Path, capsys, monkeypatch):
+    monkeypatch.setattr(progress, "verbose", True)
     status = StatusLine(print, lambda: "")
     with status.quiet(tmp_path / "log.txt"):
         print_as_libraries_do()

@@ -1,9 +1,7 @@
-"""The `contaccum` command, which runs one of its subcommands.
+"""The `contaccum` command. Each subcommand is a module of this package with ``run(argv) -> int``.
 
-Each subcommand is a module of this package with a function ``run(argv) -> int``, which returns the
-exit code. The module is imported when its command runs. Importing torch takes up to fifteen
-seconds, so it is imported inside of functions: after the options and files are checked, and after
-a line that says what the command does.
+Importing torch takes up to fifteen seconds, so it is imported inside of functions: after the
+options and files are checked, and after a line that says what the command does.
 
 Exit codes:
     0: success.
@@ -20,10 +18,9 @@ import os
 import sys
 from collections.abc import Sequence
 
-from contaccum import __version__
+from contaccum import __version__, progress
 from contaccum.errors import UserError, closest
 from contaccum.files import describe_failed_write
-from contaccum.progress import is_verbose, set_verbose
 from contaccum.redaction import redact
 
 COMMANDS = {
@@ -59,8 +56,8 @@ def main(argv: Sequence[str] | None = None) -> int:
             raise UserError(f"unknown command {command!r}{suggestion}")
         module = importlib.import_module(f"contaccum.cli.{command}")
         words = [word for word in argv[1:] if word != "--verbose"]
-        set_verbose(len(words) < len(argv) - 1)
-        if not is_verbose():
+        progress.verbose = len(words) < len(argv) - 1
+        if not progress.verbose:
             # Those of downloads, of loading weights and of data sets, unless the user has set it.
             for library in ("HF_HUB", "HF_DATASETS"):
                 os.environ.setdefault(f"{library}_DISABLE_PROGRESS_BARS", "1")
@@ -83,8 +80,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 def _print_error(message: str) -> int:
     """Print the line of an error, and return its exit code."""
-    # Every process of a distributed run may fail with the same error. So the other processes add
-    # their rank to the message.
+    # Every process of a distributed run may fail with the same error.
     rank = os.environ.get("RANK", "0")
     place = "" if rank == "0" else f" on rank {rank}"
     line = redact(" ".join(message.split()))

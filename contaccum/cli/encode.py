@@ -18,7 +18,7 @@ from contaccum.cli.options import (
     MODEL_HELP,
     Parser,
     load_model,
-    parse_positive_int,
+    positive_int,
     print_at_once,
 )
 from contaccum.data.corpus import require_texts
@@ -126,7 +126,7 @@ def _parse_arguments(argv: Sequence[str]) -> argparse.Namespace:
     )
     add(
         "--shard_size",
-        type=parse_positive_int,
+        type=positive_int,
         default=50_000,
         metavar="ROWS",
         help="rows per shard; a killed run loses at most one shard; default: %(default)s",

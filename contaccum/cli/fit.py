@@ -11,8 +11,7 @@ from contaccum.cli.options import Parser, is_first_process, print_at_once
 from contaccum.data.beir import resolve_beir_data
 from contaccum.data.records import SPLIT_RECORD, RecordSource, parse_columns
 from contaccum.data.split import SplitSettings
-from contaccum.defaults import DEFAULT_MODEL
-from contaccum.encoders.names import find_demo_model, model_name, require_model
+from contaccum.encoders.names import DEFAULT_MODEL, find_demo_model, model_name, require_model
 from contaccum.errors import UserError
 from contaccum.experiments.request import parse_duration, read_given
 from contaccum.files import require_exists

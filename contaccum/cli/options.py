@@ -8,24 +8,19 @@ import shutil
 import sys
 import textwrap
 from collections.abc import Sequence
-from functools import partial
 from typing import TYPE_CHECKING, Any, NoReturn
 
-from contaccum.defaults import PRECISIONS
 from contaccum.errors import ConfigError, closest
-from contaccum.settings import get_choices
+from contaccum.settings import Settings, add_option
 
 if TYPE_CHECKING:
     from contaccum.encoders.dual_encoder import DualEncoder
-
-_HELP_POSITION = 34
-"""Column at which help texts start."""
 
 
 class Parser(argparse.ArgumentParser):
     """An argument parser that raises `ConfigError` instead of ending the process.
 
-    ``shared_options`` are names in `SHARED_OPTIONS`.
+    ``shared_options`` are names in `SHARED_OPTIONS`, or of settings of a training.
     """
 
     def __init__(
@@ -36,20 +31,21 @@ class Parser(argparse.ArgumentParser):
             usage=usage,
             description=description,
             allow_abbrev=False,
-            formatter_class=partial(argparse.HelpFormatter, max_help_position=_HELP_POSITION),
         )
         for name in shared_options:
-            self.add_argument(f"--{name}", **SHARED_OPTIONS[name])
+            if name in SHARED_OPTIONS:
+                self.add_argument(f"--{name}", **SHARED_OPTIONS[name])
+            else:
+                add_option(self, name)
+                self.set_defaults(**{name: getattr(Settings(), name)})
 
     def error(self, message: str) -> NoReturn:
         raise ConfigError(f"{message} (see {self.prog} --help)")
 
     def add_data_options(self) -> None:
         """Add the options that determine how training data are read."""
-        data_format = "format of the data; default: detected"
-        self.add_argument("--data_format", choices=get_choices("data_format"), help=data_format)
-        columns = "column names in the data, such as query=question positive=answer"
-        self.add_argument("--data_columns", nargs="+", metavar="ROLE=NAME", help=columns)
+        add_option(self, "data_format")
+        add_option(self, "data_columns")
 
     def add_held_out_options(self) -> None:
         """Add the sizes of the dev and test sets, and the documents of their queries."""
@@ -91,10 +87,9 @@ def is_first_process() -> bool:
 
 
 def print_at_once(line: str) -> None:
-    """Print a line at once, in the first process, so that a log shows the progress of a long run.
+    """Print a line at once, in the first process; on a terminal, wrap it between words.
 
-    Each command prints what it does before it imports torch, which takes up to fifteen seconds. A
-    terminal would break a long line inside a word: there, it is wrapped between words.
+    Each command prints what it does before it imports torch, which takes up to fifteen seconds.
     """
     if not is_first_process():
         return
@@ -106,14 +101,11 @@ def print_at_once(line: str) -> None:
     print(line, flush=True)
 
 
-def parse_positive_int(text: str) -> int:
-    try:
-        value = int(text)
-    except ValueError as error:
-        raise argparse.ArgumentTypeError(f"must be an integer, got {text!r}") from error
-    if value < 1:
-        raise argparse.ArgumentTypeError(f"must be at least 1, got {text}")
-    return value
+def positive_int(text: str) -> int:
+    """Return a number of at least 1; argparse names this function in its error."""
+    if int(text) < 1:
+        raise ValueError
+    return int(text)
 
 
 MODEL_HELP = "the encoder: a folder, or a name on the model hub"
@@ -125,13 +117,13 @@ SHARED_OPTIONS: dict[str, dict[str, Any]] = {
         "help": "column names in the corpus, such as id=chunk_id text=content title=heading",
     },
     "batch_size": {
-        "type": parse_positive_int,
+        "type": positive_int,
         "default": 32,
         "metavar": "N",
         "help": "texts per batch; on a CPU at most 8, which is faster; default: %(default)s",
     },
     "precision": {
-        "choices": PRECISIONS,
+        "choices": ["float32", "bfloat16", "float16"],
         "default": "float32",
         "help": "type of autocast; float32: none, so that of the weights; default: %(default)s",
     },
@@ -139,20 +131,6 @@ SHARED_OPTIONS: dict[str, dict[str, Any]] = {
     "trust_remote_code": {
         "action": "store_true",
         "help": "allow Python code that comes with the model to run",
-    },
-    "query_max_length": {
-        "type": int,
-        "metavar": "TOKENS",
-        "help": "truncate queries at this number of tokens; default: the model's setting",
-    },
-    "passage_max_length": {
-        "type": int,
-        "metavar": "TOKENS",
-        "help": "truncate passages at this number of tokens; default: the model's setting",
-    },
-    "similarity": {
-        "choices": get_choices("similarity"),
-        "help": "cosine similarity or dot product; default: the model's setting",
     },
     "index": {
         "default": "Flat",
@@ -162,11 +140,6 @@ SHARED_OPTIONS: dict[str, dict[str, Any]] = {
     "index_parameters": {
         "metavar": "NAME=VALUE",
         "help": "FAISS search parameters, such as nprobe=32",
-    },
-    "on_bad_record": {
-        "choices": get_choices("on_bad_record"),
-        "default": "stop",
-        "help": "stop at a record that cannot be used, or skip and count it; default: %(default)s",
     },
     "no_progress": {"action": "store_true", "help": "do not show progress bars"},
 }

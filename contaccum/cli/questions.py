@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from contaccum import __version__, questions, work
-from contaccum.cli.options import Parser, load_model, parse_positive_int, print_at_once
+from contaccum.cli.options import Parser, load_model, positive_int, print_at_once
 from contaccum.data.corpus import read_texts
 from contaccum.data.records import parse_columns, read_records
 from contaccum.data.rows import RecordReport
@@ -132,11 +132,11 @@ def _parse_arguments(argv: Sequence[str]) -> argparse.Namespace:
     budget = "of all starts, such as 30m or 500; default: all documents"
     add("--budget", metavar="TIME|CALLS", help=budget)
     top_k = "a document must be among the first K for its question; default: %(default)s"
-    add("--top_k", type=parse_positive_int, default=10, metavar="K", help=top_k)
+    add("--top_k", type=positive_int, default=10, metavar="K", help=top_k)
     model = "encoder that searches for documents that BM25 does not find"
     add("--model", metavar="MODEL", help=model)
     calls = "calls at the same time; default: %(default)s"
-    add("--concurrency", type=parse_positive_int, default=4, metavar="N", help=calls)
+    add("--concurrency", type=positive_int, default=4, metavar="N", help=calls)
     request = f"changes to the fields of each request, {json.dumps(questions.REQUEST)}"
     add("--request", default="{}", metavar="JSON", help=request)
     return parser.parse(argv)

@@ -20,7 +20,7 @@ from contaccum.cli.options import (
     MODEL_HELP,
     Parser,
     load_model,
-    parse_positive_int,
+    positive_int,
     print_at_once,
 )
 from contaccum.data.beir import read_split_queries
@@ -212,7 +212,7 @@ def _parse_arguments(argv: Sequence[str]) -> argparse.Namespace:
     output = "file of the run, beside which RUN.trec.json is written; default: %(default)s"
     add("--output", type=Path, default=Path("run.trec"), metavar="RUN.trec", help=output)
     top_k = "number of documents per query; default: %(default)s"
-    add("--top_k", type=parse_positive_int, default=100, metavar="K", help=top_k)
+    add("--top_k", type=positive_int, default=100, metavar="K", help=top_k)
     add(
         "--bm25_weight",
         type=float,

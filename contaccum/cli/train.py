@@ -21,17 +21,13 @@ from contaccum.settings import Settings, add_options, read, replace, require_com
 @contextmanager
 def _log_to_stderr() -> Iterator[None]:
     """Write the log messages of contaccum (from INFO on) and of libraries to standard error."""
-    root_logger = logging.getLogger()
-    logger = logging.getLogger("contaccum")
-    previous_level = logger.level
     handler = logging.StreamHandler()
-    root_logger.addHandler(handler)
-    logger.setLevel(logging.INFO)
+    logging.getLogger().addHandler(handler)
+    logging.getLogger("contaccum").setLevel(logging.INFO)
     try:
         yield
     finally:
-        root_logger.removeHandler(handler)
-        logger.setLevel(previous_level)
+        logging.getLogger().removeHandler(handler)
 
 
 @_log_to_stderr()

@@ -10,7 +10,6 @@ from __future__ import annotations
 import copy
 import logging
 import os
-import shutil
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from importlib.util import find_spec
@@ -25,14 +24,12 @@ from torch import nn
 from transformers import BitsAndBytesConfig, PreTrainedModel
 
 from contaccum.errors import ConfigError, closest
-from contaccum.files import AnyPath, atomic_folder, read_json, write_json
+from contaccum.files import AnyPath, read_json, write_json
 
 logger = logging.getLogger(__name__)
 
 _TRANSFORMER_TYPE = fullname(Transformer)
 _MODEL_TYPE = fullname(SentenceTransformer)
-MERGED_FOLDER = ".merged"
-"""Subfolder in which the full model is written before it replaces the model with adapters."""
 
 _ADAPTER_CONFIG = "adapter_config.json"
 _TOWER_FOLDERS = "*_Transformer"
@@ -348,22 +345,6 @@ LOADERS = {_TRANSFORMER_TYPE: TransformerLoader, _MODEL_TYPE: TransformerLoader}
 A tower with an adapter has the type SentenceTransformer in its folder; see
 `_make_towers_loadable`.
 """
-
-
-def replace_saved_adapter(folder: AnyPath, model: SentenceTransformer) -> None:
-    """Save a full model into a folder, in place of a model with adapters.
-
-    The adapters are often the only copy of the trained weights, so they are removed only after the
-    full model is completely on the disk. After a kill, either the model with adapters is in the
-    folder, or the complete full model is in the subfolder `MERGED_FOLDER`.
-    """
-    folder = Path(folder)
-    merged_folder = folder / MERGED_FOLDER
-    with atomic_folder(merged_folder) as new_folder:
-        model.save_pretrained(str(new_folder), create_model_card=False)
-    remove_stale_files(folder, is_adapted=False)
-    shutil.copytree(merged_folder, folder, dirs_exist_ok=True)
-    shutil.rmtree(merged_folder)
 
 
 def make_4bit_kwargs() -> dict[str, Any]:

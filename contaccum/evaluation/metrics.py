@@ -13,9 +13,10 @@ from typing import Any
 
 import numpy as np
 
-from contaccum.defaults import DEFAULT_K_VALUES
 from contaccum.errors import ConfigError, DataError, closest, warn_once
 
+DEFAULT_K_VALUES = (1, 3, 5, 10, 20, 100, 1000)
+"""Cut-offs of the metrics of an evaluation."""
 MAIN_METRICS = ("NDCG@10", "MRR@10", "MAP@100", "Recall@100", "Accuracy@20")
 """Metrics that tables show by default."""
 DEFAULT_METRICS = (

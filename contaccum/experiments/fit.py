@@ -35,10 +35,9 @@ from contaccum.data.records import Columns, parse_columns, read_records
 from contaccum.data.rows import OnBadRecord, RecordReport
 from contaccum.data.split import CORPUS_FILE, TRAIN_FILE, Future, Split, read_split
 from contaccum.data.vectors import SIDES, find_vectors
-from contaccum.defaults import DEFAULT_MODEL
 from contaccum.distributed import rank, world_size
 from contaccum.encoders.dual_encoder import DualEncoder
-from contaccum.encoders.names import model_name, require_model
+from contaccum.encoders.names import DEFAULT_MODEL, model_name, require_model
 from contaccum.encoders.settings import get_tower
 from contaccum.errors import ConfigError, DataError, UserError, quoted
 from contaccum.evaluation.beir import load_data as load_beir

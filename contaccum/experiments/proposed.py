@@ -17,6 +17,7 @@ from contaccum.settings import (
     Settings,
     find,
     for_method,
+    get_engine,
     replace,
 )
 from contaccum.training.arguments import ContAccumTrainingArguments
@@ -65,7 +66,7 @@ def propose_settings(train_file: Path, model: str, given: Mapping[str, Any]) -> 
     # With positives="all", an epoch has a row for each positive, so updates may be larger.
     proposal = propose(train_file, model, given.get("positives"))
     micro_batch = given.get("per_device_train_batch_size", proposal.micro_batch)
-    if "gradient_accumulation_steps" in given or _make_common_settings(given).engine:
+    if "gradient_accumulation_steps" in given or get_engine(_make_common_settings(given)):
         # "auto" needs a fixed number of pairs per update, and cannot be used with an engine.
         micro_batch = given.get("per_device_train_batch_size", MICRO_BATCH)
     pairs_per_update = given.get("total_train_batch_size", proposal.pairs_per_update)
@@ -100,7 +101,7 @@ def make_base_settings(settings: Settings) -> Settings:
     The base model encodes the store for query-side training. A query-side training has no adapter
     in its document tower, and it refuses a store that another document tower has encoded.
     """
-    without_adapter = {"lora_r": None, "load_in_4bit": False, "merge_adapter": False}
+    without_adapter = {"lora_r": None, "load_in_4bit": False}
     return for_method(settings, "grad_accum", **find("needs", "lora_r"), **without_adapter)
 
 

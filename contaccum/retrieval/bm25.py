@@ -11,11 +11,11 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
+from contaccum import progress
 from contaccum.data.corpus import Corpus, get_passage_texts
 from contaccum.data.rows import passage_text
 from contaccum.errors import DataError
 from contaccum.files import AnyPath, atomic_folder, read_json, write_json
-from contaccum.progress import is_verbose
 from contaccum.retrieval.store import BM25_FOLDER, EmbeddingStore
 
 if TYPE_CHECKING:
@@ -134,7 +134,7 @@ def build_index(passages: Iterable[str], show_progress: bool = False) -> bm25s.B
             "corpus file)"
         )
     index = bm25s.BM25(k1=_K1, b=_B)
-    index.index(passage_words, show_progress=show_progress and is_verbose())
+    index.index(passage_words, show_progress=show_progress and progress.verbose)
     return index
 
 

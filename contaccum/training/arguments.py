@@ -7,13 +7,13 @@ and the sizes of micro-batch and update on several devices. It loads neither mod
 
 from __future__ import annotations
 
+import copy
 import os
-from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from dataclasses import dataclass, fields, make_dataclass
+from typing import TYPE_CHECKING, Any, get_type_hints
 
 import torch
 from sentence_transformers import SentenceTransformerTrainingArguments
-from transformers.integrations import get_available_reporting_integrations
 from transformers.trainer_utils import SaveStrategy
 
 from contaccum.errors import ConfigError, check_choice
@@ -26,16 +26,16 @@ from contaccum.settings import (
     WITH_CACHE,
     LossSettings,
     MethodSettings,
+    Settings,
     SimilaritySettings,
-    TrainingSettings,
-    extend_arguments,
-    select,
+    check_training,
+    get_engine,
     to_dict,
 )
 from contaccum.training.engines import configure_deepspeed, require_deepspeed
 
 if TYPE_CHECKING:
-    # For type checkers and editors, which do not run `extend_arguments`.
+
     @dataclass
     class _Arguments(  # type: ignore[misc]  # the settings are frozen, these arguments are not
         SimilaritySettings,
@@ -45,17 +45,23 @@ if TYPE_CHECKING:
     ):
         pass
 else:
-    _Arguments = extend_arguments(SentenceTransformerTrainingArguments, TrainingSettings)
+    _added = []
+    for _group in (MethodSettings, LossSettings, SimilaritySettings):
+        for _setting in fields(_group):
+            # For HfArgumentParser, all metadata of a field are arguments of argparse.
+            _argument = copy.copy(_setting)
+            _argument.metadata = {"help": _setting.metadata["help"].replace("%", "%%")}
+            _added.append((_setting.name, get_type_hints(_group)[_setting.name], _argument))
+    _Arguments = make_dataclass("_Arguments", _added, bases=(SentenceTransformerTrainingArguments,))
 
 
 class ContAccumTrainingArguments(_Arguments):
     """Arguments of `ContAccumTrainer`, which extend SentenceTransformerTrainingArguments.
 
-    With every method, the user sets the pairs of a micro-batch with ``per_device_train_batch_size``
-    and the micro-batches of an update with ``gradient_accumulation_steps``. The methods
-    ``grad_cache`` and ``contaccum_cached`` join the micro-batches of an update into one batch, and
-    encode it one micro-batch at a time; the two arguments are then changed to the size of the batch
-    and 1. ``contaccum train --help`` describes the other arguments.
+    With every method, ``per_device_train_batch_size`` are the pairs of a micro-batch, and
+    ``gradient_accumulation_steps`` the micro-batches of an update. ``grad_cache`` and
+    ``contaccum_cached`` join these into one batch, and encode it one micro-batch at a time; the two
+    arguments become the size of the batch and 1. ``contaccum train --help`` has the others.
 
     Raises:
         ConfigError: for combinations that cannot work; the message names both settings.
@@ -66,10 +72,10 @@ class ContAccumTrainingArguments(_Arguments):
             "per_device_train_batch_size": self.per_device_train_batch_size,
             "gradient_accumulation_steps": self.gradient_accumulation_steps,
         }
-        self.has_auto_micro_batch = str(self.per_device_train_batch_size).lower() == "auto"
+        self.has_auto_micro_batch = str(self.per_device_train_batch_size) == "auto"
         # This check comes before transformers' own, whose messages do not name the way out.
-        settings = self._make_settings()
-        if settings.engine == "deepspeed":
+        check_training(self)
+        if get_engine(self) == "deepspeed":
             require_deepspeed()
         if self.has_auto_micro_batch:
             self.per_device_train_batch_size = 1  # until the trainer has found the size that fits
@@ -89,7 +95,7 @@ class ContAccumTrainingArguments(_Arguments):
             self.bank_size = DEFAULT_BANK_SIZE  # type: ignore[misc]  # not frozen; see _Arguments
 
     @classmethod
-    def from_settings(cls, settings: TrainingSettings) -> ContAccumTrainingArguments:
+    def from_settings(cls, settings: Settings) -> ContAccumTrainingArguments:
         """Return the arguments with these settings; those of model and data are left out."""
         arguments = {}
         for name, value in to_dict(settings).items():
@@ -100,36 +106,14 @@ class ContAccumTrainingArguments(_Arguments):
         if settings.metric_for_best_model not in (None, "loss"):
             metric = check_metric(str(settings.metric_for_best_model))
             arguments["metric_for_best_model"] = f"eval_{metric}"
-        device = getattr(settings, "device", None)  # the model's, which not all settings have
-        if device is not None:
-            arguments["use_cpu"] = device == "cpu"
+        if settings.device == "cpu":
+            arguments["use_cpu"] = True
         try:
-            args = cls(**arguments)
-            if device not in (None, args.device.type, str(args.device)):
-                raise ConfigError(
-                    f"device={device}: the training would run on {args.device}. Set device=cpu or "
-                    "drop it, and choose a GPU with CUDA_VISIBLE_DEVICES"
-                )
-            return args
+            return cls(**arguments)
         except ConfigError:
             raise
         except (ValueError, ImportError) as error:  # raised by transformers
             raise ConfigError(str(error)) from error
-
-    def _make_settings(self) -> TrainingSettings:
-        """Return the settings of these arguments; their constructor checks them."""
-        values = select(self, TrainingSettings)
-        for name in ("output_dir", "resume_from_checkpoint"):  # transformers has other types
-            del values[name]
-        for name, value in values.items():
-            if hasattr(value, "value") or callable(value):  # an enum member; a sampler
-                values[name] = get_name(value)
-        if self.has_auto_micro_batch:
-            values["per_device_train_batch_size"] = "auto"
-        others = ("auto_find_batch_size", "deepspeed", "fsdp")
-        return TrainingSettings(
-            **values, transformers={name: getattr(self, name) for name in others}
-        )
 
     def get_temperature(self, similarity: str) -> float:
         """Return ``temperature``; its default depends on the similarity, ``"cos"`` or ``"dot"``."""
@@ -138,13 +122,7 @@ class ContAccumTrainingArguments(_Arguments):
         return self.temperature
 
     def _check_machine(self) -> None:
-        """Refuse settings that need other hardware or packages, or another start of processes."""
-        missing = sorted(set(self.report_to or ()) - set(get_available_reporting_integrations()))
-        if missing:
-            raise ConfigError(
-                f"report_to={', '.join(missing)}: not a tracker of transformers, or not installed. "
-                "Install it, or drop it from report_to"
-            )
+        """Refuse settings that need other hardware, or another start of processes."""
         if self.fp16 and self.device.type == "cpu":
             raise ConfigError("fp16=true needs an accelerator. On a CPU set bf16=true")
         fsdp_config = self.fsdp_plugin_args or {}
@@ -159,10 +137,7 @@ class ContAccumTrainingArguments(_Arguments):
             )
 
     def _make_sizes_consistent(self) -> None:
-        """Make pairs per update = pairs per micro-batch x accumulation steps x ranks.
-
-        If the user has set the pairs per update, the steps are computed from them.
-        """
+        """Make pairs per update = pairs per micro-batch x accumulation steps x ranks."""
         micro_batch = self.per_device_train_batch_size
         num_steps = self.gradient_accumulation_steps
         num_ranks = self.world_size
@@ -171,17 +146,14 @@ class ContAccumTrainingArguments(_Arguments):
             # 1 is the default of the steps, so the user may not have set it; with in_batch, it is
             # the only possible value. With an automatic micro-batch, the steps are computed anyway.
             sets_steps = num_steps > 1 and not self.has_auto_micro_batch
-            has_fixed_steps = sets_steps or self.method == "in_batch"
-            is_multiple = num_pairs >= 1 and num_pairs % (micro_batch * num_ranks) == 0
-            disagrees = has_fixed_steps and micro_batch * num_steps * num_ranks != num_pairs
-            if not is_multiple or disagrees:
-                shown_steps = f"={num_steps}" if has_fixed_steps else ""
+            if not (sets_steps or self.method == "in_batch"):
+                num_steps = max(1, num_pairs // (micro_batch * num_ranks))
+            if micro_batch * num_steps * num_ranks != num_pairs:
                 raise ConfigError(
                     f"total_train_batch_size={num_pairs} is not per_device_train_batch_size="
-                    f"{micro_batch} x gradient_accumulation_steps{shown_steps} x {num_ranks} "
+                    f"{micro_batch} x gradient_accumulation_steps={num_steps} x {num_ranks} "
                     "devices: change or drop one of them"
                 )
-            num_steps = num_pairs // (micro_batch * num_ranks)
             self.gradient_accumulation_steps = num_steps
         num_pairs = micro_batch * num_steps * num_ranks
         self.total_train_batch_size = num_pairs  # type: ignore[misc]

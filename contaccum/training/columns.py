@@ -39,9 +39,9 @@ def set_column_roles(
     """Set ``args.router_mapping`` and ``args.prompts`` by column, unless the user has set them.
 
     sentence-transformers uses both: ``router_mapping`` gives the tower that encodes a column, and
-    ``prompts`` the text put before each text of the column. The first column of a data set has the
-    role "query", the others "document", and each role has the model's own prompt. If a column name
-    has different roles in different data sets, both settings are made separately for each data set.
+    ``prompts`` the text put before each text of it. The first column of a data set is encoded as
+    queries, the others as documents. If a column name has different roles in different data sets,
+    both settings are made separately for each data set.
     """
     roles_by_set: dict[Any, dict[str, str]] = {}
     prompts_by_set: dict[Any, dict[str, str]] = {}
@@ -63,11 +63,9 @@ def set_column_roles(
 
 
 def check_columns(args: ContAccumTrainingArguments, loss: Any, columns: Columns) -> None:
-    """Check that every data set has positives, and that a query can have negatives.
+    """Raise `ConfigError` for a data set without positives, or whose queries have no negatives.
 
-    Raises:
-        ConfigError: for a data set without them; the message names the set. Also for "auto" with a
-            dictionary of losses: the search for the micro-batch size runs a single loss.
+    Also for "auto" with a dictionary of losses: the search runs a single loss.
     """
     if args.has_auto_micro_batch and isinstance(loss, dict):
         raise ConfigError(

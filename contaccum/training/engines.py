@@ -69,8 +69,7 @@ def describe_engine(accelerator: Accelerator) -> str | None:
 def refuse_unsafe_files(folder: Path) -> None:
     """Raise `UserError` if a DeepSpeed file in a checkpoint could run code when it is loaded.
 
-    DeepSpeed unpickles these files without a check. Each file is accepted only if it can be loaded
-    safely: it may contain nothing but tensors and DeepSpeed's own settings.
+    DeepSpeed unpickles these files without a check. They may hold only tensors and its settings.
     """
     from deepspeed.runtime.fp16.loss_scaler import LossScaler
     from deepspeed.runtime.zero.config import ZeroStageEnum
@@ -90,9 +89,8 @@ def refuse_unsafe_files(folder: Path) -> None:
 def save_full_model(
     model: SentenceTransformer, weights: dict[str, Tensor] | None, folder: Path, is_writer: bool
 ) -> None:
-    """Save a model that an engine shards, without a model card.
+    """Save a model that an engine shards, without a model card, for which it would have to run.
 
-    Creating a model card would run the model, and a sharded model runs only if all ranks call it.
     ``weights`` are the full weights by name; None if the model itself has them, or on a rank that
     writes nothing.
     """

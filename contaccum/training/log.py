@@ -1,8 +1,4 @@
-"""The log of a run, with a line per update and per evaluation, and the callbacks of the trainer.
-
-The callbacks start a run, write the log, stop early and stop on signals. transformers decides when
-to evaluate, which model is best and when to save.
-"""
+"""The log of a run, with a line per update and per evaluation, and the callbacks of the trainer."""
 
 from __future__ import annotations
 
@@ -26,51 +22,30 @@ from transformers.trainer_utils import IntervalStrategy, SaveStrategy
 from contaccum.bank.diagnostics import measure_drift
 from contaccum.distributed import over_ranks
 from contaccum.errors import ConfigError, DataError
+from contaccum.evaluation.evaluator import RetrievalEvaluator
 from contaccum.files import write_text
-from contaccum.losses.contaccum import ContAccumLoss
 from contaccum.training.arguments import ContAccumTrainingArguments
-from contaccum.training.losses import list_bank_losses, list_losses
+from contaccum.training.losses import list_bank_losses
 from contaccum.training.micro_batch import peak_memory_mb
 from contaccum.training.update import REMEDY_WITHOUT_NEGATIVES, Updates
 
 logger = logging.getLogger(__name__)
 
-TRAIN_LOG = "train_log.jsonl"
-"""File with one record per update."""
-EVAL_LOG = "eval_log.jsonl"
-"""File with one record per evaluation during training."""
+TRAIN_LOG = "train_log.jsonl"  # one record per update
+EVAL_LOG = "eval_log.jsonl"  # one record per evaluation during training
 Record = dict[str, Any]
 """A line of a log: numbers and texts by name."""
 
-# Thresholds of `CollapseWatch`. Losses are fractions of the loss of a random guess.
-_SYMPTOM_UPDATES = {"loss": 3, "spread": 3, "bank": 3, "masked": 1, "gradient": 1}
-"""Number of updates in a row with a symptom before the warning."""
-_MIN_COLLAPSED_LOSS = 0.97
-_MAX_LEARNED_LOSS = 0.8  # a run whose loss was below this had learned something
-_MIN_SPREAD = 1e-3
-_MIN_AGED_MASS = 0.02  # softmax mass of an old banked negative / mass of a fresh negative
 
-_DIAGNOSTICS = (
-    "masked",
-    "embedding_spread",
-    "columns",
-    "bank_age",
-    "in_batch_mass",
-    "bank_mass",
-    "bank_mass_aged",
-)
-"""Entries of `ContAccumLoss.last` that the log has, if they are finite."""
-
-
-def read_log(path: str | os.PathLike[str], lines: int | None = None) -> list[Record]:
-    """Return the records of a log: of its first ``lines``, or of all.
+def read_log(path: str | os.PathLike[str]) -> list[Record]:
+    """Return the records of a log.
 
     Raises:
         DataError: for a file that cannot be read, or a line that is not a record.
     """
     records = []
     try:
-        texts = Path(path).read_text(encoding="utf-8").splitlines()[:lines]
+        texts = Path(path).read_text(encoding="utf-8").splitlines()
     except OSError as error:
         raise DataError(f"{path}: cannot be read ({error.strerror})") from error
     for number, line in enumerate(texts, start=1):
@@ -107,24 +82,22 @@ def truncate_log(path: Path, update: int) -> None:
     write_text(path, lines)
 
 
+_MIN_SPREAD = 1e-3
+_MIN_AGED_MASS = 0.02  # softmax mass of an old banked negative / mass of a fresh negative
+_SYMPTOM_UPDATES = {"spread": 3, "bank": 3, "masked": 1}
+"""Number of updates in a row with a symptom of `CollapseWatch` before the warning."""
+
+
 class CollapseWatch:
     """Detector of collapses, which returns one warning for each kind.
 
-    The loss of a query is a cross-entropy over columns: its positive and all of its negatives.
-
-    - Loss: the loss returns to log(number of columns), the loss of a random guess, after it was
-      well below.
     - Spread: all embeddings are nearly the same.
     - Bank: banked columns from earlier updates get almost none of the softmax mass that columns of
       the current update get. The loss then only separates new embeddings from old ones.
     - Masked: every negative of a micro-batch is masked as a false negative.
-    - Gradient: the gradient is exactly 0.
-
-    The first three symptoms must be present in three updates in a row.
     """
 
     def __init__(self) -> None:
-        self._lowest_loss = math.inf  # as a fraction of the loss of a random guess
         self._streaks = dict.fromkeys(_SYMPTOM_UPDATES, 0)  # updates in a row with the symptom
 
     def observe(self, record: Mapping[str, Any]) -> list[str]:
@@ -133,16 +106,6 @@ class CollapseWatch:
         if "bank_age" in record:  # the run has a bank
             remedy += ", or set a smaller bank_size; keep drift_compensation=auto"
         symptoms = {}
-        columns = record.get("columns", 0)
-        loss = record.get("loss")
-        if loss is not None and not record.get("loss_has_other_terms") and columns > 2:
-            guess = math.log(columns)
-            if self._lowest_loss < _MAX_LEARNED_LOSS and loss > _MIN_COLLAPSED_LOSS * guess:
-                symptoms["loss"] = (
-                    f"collapse: the loss is back at {loss:.2f}, a random guess among {columns} "
-                    f"columns ({guess:.2f}). {remedy}"
-                )
-            self._lowest_loss = min(self._lowest_loss, loss / guess)
         spread = record.get("embedding_spread", math.inf)
         if spread < _MIN_SPREAD:
             symptoms["spread"] = (
@@ -160,13 +123,6 @@ class CollapseWatch:
                 "every negative of a micro-step is masked as a false negative, so its queries have "
                 f"no negatives. {REMEDY_WITHOUT_NEGATIVES}"
             )
-        norms = [record[key] for key in ("grad_norm_query", "grad_norm_passage") if key in record]
-        # Without a negative, as in the first update of a run with one pair per update and a bank,
-        # there is no gradient.
-        if norms and not any(norms) and record.get("columns") != 1 and "masked" not in symptoms:
-            symptoms["gradient"] = (
-                f"the gradient is exactly 0, so nothing is trained. {REMEDY_WITHOUT_NEGATIVES}"
-            )
         warnings = []
         for name, num_updates in _SYMPTOM_UPDATES.items():
             if self._streaks[name] >= num_updates:  # this warning was returned before
@@ -178,18 +134,6 @@ class CollapseWatch:
 
 
 # Callbacks ----------------------------------------------------------------------------------------
-
-# Entries of an update's record that transformers' log has already, or that are of no use there. The
-# other numbers are passed to it, and so to trackers such as TensorBoard.
-_UNTRACKED = (
-    "update",
-    "epoch",
-    "loss",
-    "loss_has_other_terms",
-    "learning_rate",
-    "pairs",
-    "seconds",
-)
 
 
 class UpdateLogCallback(TrainerCallback):
@@ -211,13 +155,6 @@ class UpdateLogCallback(TrainerCallback):
         self._start_run = start_run
         self._set_epoch = set_epoch
         self._bank_losses = list_bank_losses(loss)
-        # A random guess among all documents that a query is compared with has the loss
-        # log(columns). The logged loss of a ContAccumLoss is the mean over the update's own
-        # queries, so it can be compared with that. Other losses may have further terms.
-        # With several of them, the logged loss is that of all, and the columns are of one.
-        self._is_loss_comparable_to_guess = len(self._bank_losses) == 1 and all(
-            isinstance(part, ContAccumLoss) for part in list_losses(loss)
-        )
         self._collapse_watch = CollapseWatch()
         self._last_record: Record = {}
 
@@ -255,17 +192,14 @@ class UpdateLogCallback(TrainerCallback):
         if losses:
             # Of several losses, the first one's: its last micro-step may be of an earlier update.
             loss = losses[0]
-            for key in _DIAGNOSTICS:
-                value = loss.last.get(key, math.nan)
+            for key, value in loss.last.items():
                 number = value.item() if isinstance(value, torch.Tensor) else value
-                if math.isfinite(number):
+                if key not in (*record, "local_loss") and math.isfinite(number):
                     record[key] = number
             assert loss.info_nce is not None  # the loss has been called
             probe = loss.info_nce.compensation.probe
             if probe is not None:
                 record |= measure_drift(probe, record["bank_age"])
-            if not self._is_loss_comparable_to_guess:
-                record["loss_has_other_terms"] = True
         for warning in self._collapse_watch.observe(record):
             logger.warning(warning)
         self._last_record = record | update.log_entries
@@ -282,7 +216,7 @@ class UpdateLogCallback(TrainerCallback):
             return
         tracked = {}
         for key, value in self._last_record.items():
-            if isinstance(value, (int, float)) and key not in _UNTRACKED:
+            if isinstance(value, (int, float)) and key not in logs:
                 tracked[key] = value
         # The callbacks of trackers and of the terminal output run later, with the same ``logs``.
         logs.update(tracked)
@@ -292,43 +226,29 @@ class UpdateLogCallback(TrainerCallback):
 def choose_metric(args: ContAccumTrainingArguments, evaluator: Any, has_eval_dataset: bool) -> None:
     """Set ``metric_for_best_model`` if the run needs a metric and the user has set none.
 
-    It becomes the main metric of the evaluator, or the loss without an evaluator. transformers'
-    default is "loss", which exists only with an evaluation data set.
+    It becomes the main metric of a `RetrievalEvaluator`, or the loss without an evaluator.
 
     Raises:
-        ConfigError: for a metric that the evaluator does not compute, or if the main metric of the
-            evaluator is not known yet.
+        ConfigError: for an evaluator that chooses its main metric only in its first evaluation.
     """
     saves_best = args.save_strategy == SaveStrategy.BEST
     stops_early = args.early_stopping_patience is not None
     if not (args.load_best_model_at_end or saves_best or stops_early):
         return
+    # transformers' default is "loss", which exists only with an evaluation data set.
     metric = (args.metric_for_best_model or "").removeprefix("eval_")
-    metrics = getattr(evaluator, "metrics", ())  # only evaluators of contaccum list their metrics
     if metric and (metric != "loss" or has_eval_dataset):
-        # Names without "@", such as "loss", are not those of the evaluator's metrics.
-        if metrics and "@" in metric and metric not in metrics:
-            raise ConfigError(
-                f"metric_for_best_model={metric}: the evaluator computes {', '.join(metrics)}. Set "
-                "one of them"
-            )
         return
     if evaluator is None:
         args.metric_for_best_model = "loss"
         args.greater_is_better = False
-        return
-    primary_metric = getattr(evaluator, "primary_metric", None)
-    if primary_metric is None:
+    elif isinstance(evaluator, RetrievalEvaluator):
+        args.metric_for_best_model = f"eval_{evaluator.primary_metric}"
+        args.greater_is_better = True
+    else:
         raise ConfigError(
-            f"metric_for_best_model is not set, and {type(evaluator).__name__} chooses its main "
-            "metric only in its first evaluation. Set metric_for_best_model to one of its metrics"
+            f"metric_for_best_model is not set: set it to a metric of {type(evaluator).__name__}"
         )
-    # An evaluator of sentence-transformers puts its name before its metrics when it is called.
-    name = getattr(evaluator, "name", "")
-    if name and not metrics and not primary_metric.startswith(f"{name}_"):
-        primary_metric = f"{name}_{primary_metric}"
-    args.metric_for_best_model = f"eval_{primary_metric}"
-    args.greater_is_better = getattr(evaluator, "greater_is_better", True)
 
 
 def count_evaluations_without_gain(state: TrainerState) -> int:
@@ -399,10 +319,9 @@ class ProgressLine(ProgressCallback):
 class SignalCallback(TrainerCallback):
     """Callback that stops on SIGTERM and SIGINT: finish the update, save, raise SystemExit.
 
-    The exit code is 128 plus the signal's number, 143 or 130. transformers' JITCheckpointCallback
-    cannot be used: it saves within an update, when pairs of that update are already in the bank,
-    and exits with code 0. The handlers are installed within a ``with`` block. After the first
-    signal, the previous ones are restored, so that a second signal stops the process at once.
+    The exit code is 128 plus the signal's number. transformers' JITCheckpointCallback saves within
+    an update, when pairs of that update are already in the bank. Signals are handled in a ``with``
+    block; after the first one, the previous handlers are back, and a second one stops at once.
     """
 
     def __init__(self) -> None:
@@ -418,9 +337,6 @@ class SignalCallback(TrainerCallback):
         return self
 
     def __exit__(self, *_: object) -> None:
-        self._restore_handlers()
-
-    def _restore_handlers(self) -> None:
         for number, handler in self._previous_handlers.items():
             # None stands for a handler that was not set by Python, and cannot be set again.
             signal.signal(number, signal.SIG_DFL if handler is None else handler)
@@ -428,7 +344,7 @@ class SignalCallback(TrainerCallback):
 
     def _receive(self, number: int, frame: FrameType | None) -> None:
         self.received = number
-        self._restore_handlers()
+        self.__exit__()
         name = signal.Signals(number).name
         print(
             f"contaccum: {name}: saving a checkpoint after this update. Send it again to stop at "
@@ -450,9 +366,7 @@ class SignalCallback(TrainerCallback):
         if self.received and control.should_training_stop:
             folder = f"{args.output_dir}/checkpoint-{state.global_step}"
             hint = "Continue with --resume_from_checkpoint last"
-            # The final training of `contaccum fit`, a command without --resume_from_checkpoint,
-            # resumes with "auto".
-            if str(args.resume_from_checkpoint).lower() == "auto":
+            if args.resume_from_checkpoint == "auto":  # as `contaccum fit` does by itself
                 hint = "Start the same command again to continue"
             if state.is_world_process_zero:
                 print(f"stopped; saved {folder}. {hint}")

@@ -1,9 +1,7 @@
 """The micro-batch: the smallest that has negatives, and the largest that fits into memory.
 
-`find_micro_batch` searches for the largest one before the first update
-(``per_device_train_batch_size=auto``), with the longest texts of the data. A batch of a loss with a
-gradient cache is never split. Its ``mini_batch_size`` is searched for instead, the rows that the
-cache encodes at once.
+With ``per_device_train_batch_size=auto``, the largest one is searched for before the first update.
+For a loss with a gradient cache, it is ``mini_batch_size``, the rows that are encoded at once.
 """
 
 from __future__ import annotations
@@ -50,7 +48,7 @@ def compute_smallest_micro_batch(loss: Any, columns: Columns) -> int:
     """Return the smallest number of pairs per micro-batch with which every query has a negative.
 
     It is 1 if all data sets have hard negatives, or all losses have a bank, a document store, or a
-    gradient cache (which contrasts the pairs of the whole batch). Otherwise it is 2.
+    gradient cache; otherwise 2.
     """
     if columns and all(len(names) > 2 for names in columns.values()):
         return 1
@@ -73,11 +71,10 @@ def find_micro_batch(
     """Return the pairs of the largest micro-batch that fits into the memory of every rank.
 
     The divisors of the pairs per update are tried with the longest texts of the data. On a GPU, the
-    largest comes first, and the first one that fits is taken: a gradient cache encodes all pairs
-    with each size, which takes longest with small ones. On a CPU, the operating system would kill
-    the process when memory runs out. So the smallest comes first, the memory for a size is
-    predicted from the memory of the size before, in proportion, and a size that may need too much
-    is not tried. The search changes random states, but neither weights nor bank.
+    largest comes first, because small ones take longest with a gradient cache. On a CPU, the
+    operating system would kill the process when memory runs out. So the smallest comes first, and a
+    size is not tried if it may need too much, in proportion to the size before. The search changes
+    random states, but neither weights nor bank.
 
     Args:
         smallest: the smallest number of pairs with which every query has a negative.
@@ -111,18 +108,17 @@ def find_micro_batch(
         reset_peak_memory(args.device)
         # A gradient cache gets all pairs in one batch, and encodes ``size`` of them at once.
         batch = rows if uses_gradient_cache(loss) else rows[:size]
-        fits = True
+        fits = False
         try:
             try_micro_batch(size, model, loss, batch, compute_loss)
+            fits = True
+            largest = size
+            memory_of_largest = peak_memory_mb(args.device) - memory_before
         except Exception as error:
             if not is_out_of_memory(error):
                 raise
-            fits = False
         # Not in the handler, where the error still refers to the activations.
         clear_device_cache(garbage_collection=True)
-        if fits:
-            memory_of_largest = peak_memory_mb(args.device) - memory_before
-            largest = size
         # A GPU takes the first size that fits. On a CPU, larger ones do not fit either.
         if fits != is_host:
             break
@@ -146,9 +142,8 @@ def try_micro_batch(
 ) -> None:
     """Run two micro-steps with a copy of the loss, to see whether they fit into memory.
 
-    Tensors of the size of AdamW's two states are in memory meanwhile. During the second micro-step,
-    gradients and a filled bank are in memory as well. Weights and the bank of the original loss do
-    not change, and the gradients are dropped.
+    Tensors of the size of AdamW's two states are in memory meanwhile, and in the second micro-step
+    also gradients and a filled bank.
     """
     # The memo makes deepcopy use the same model instead of a copy.
     trial_loss = copy.deepcopy(loss, memo={id(model): model})
@@ -171,9 +166,8 @@ def try_micro_batch(
 def make_longest_rows(dataset: Any, num_rows: int) -> list[Row]:
     """Make rows from the longest texts of each column, by their number of characters.
 
-    Hardly any batch of the data has more tokens. Row i combines the i-th longest text of every
-    column, so most rows are not rows of the data. Of several training sets, the rows are those with
-    the most characters.
+    Row i combines the i-th longest text of every column. Of several training sets, the rows are
+    those with the most characters.
     """
     parts = dataset if isinstance(dataset, dict) else {None: dataset}
     longest_rows: list[Row] = []
@@ -217,14 +211,13 @@ def find_largest_divisor(number: int, limit: int) -> int:
 def peak_memory_mb(device: torch.device | str | None = None) -> float:
     """Return the peak memory since `reset_peak_memory` in MB (2^20 bytes).
 
-    For a CUDA device, it is the memory that torch has allocated there, otherwise the resident
-    memory of this process, and without /proc its current memory.
+    It is what torch has allocated on a CUDA device; else the resident memory of this process, its
+    present one without /proc.
     """
     if device is not None and torch.device(device).type == "cuda":
         return torch.cuda.max_memory_allocated(device) / _BYTES_PER_MB
     with suppress(OSError):
-        # resource.getrusage is not used, because there a child process starts with the peak of its
-        # parent. VmHWM is the peak of the resident memory, in kB.
+        # In kB. In resource.getrusage, a child process would start with the peak of its parent.
         for line in Path("/proc/self/status").read_text(encoding="ascii").splitlines():
             if line.startswith("VmHWM"):
                 return int(line.split()[1]) / 2**10
@@ -237,5 +230,4 @@ def reset_peak_memory(device: torch.device | str) -> None:
         torch.cuda.reset_peak_memory_stats(device)
         return
     with suppress(OSError):
-        # 5 is Linux's code for setting VmHWM to the current resident memory.
-        Path("/proc/self/clear_refs").write_text("5", encoding="ascii")
+        Path("/proc/self/clear_refs").write_text("5", encoding="ascii")  # Linux resets VmHWM

@@ -1,9 +1,7 @@
-"""Setup of query-side training: the store of document embeddings, the loss and the data.
+"""Setup of query-side training: the store of document embeddings, the loss and the collator.
 
-Query-side training (``method=query_side``) trains only the query tower. The document tower is
-frozen, and a store holds its embeddings of all documents. Every query is contrasted with all
-documents of the store. The store exists before the run (``passage_store``), or the run first
-encodes ``corpus`` into one. The loss itself is in `contaccum.losses.query_side`.
+The store exists before the run (``passage_store``), or the run first encodes ``corpus`` into one.
+The loss itself is in `contaccum.losses.query_side`.
 """
 
 from __future__ import annotations
@@ -17,7 +15,6 @@ from accelerate import PartialState
 from datasets import IterableDataset
 from sentence_transformers import SentenceTransformer
 
-from contaccum.data.corpus import require_texts
 from contaccum.data.sampling import text_ids
 from contaccum.distributed import rank
 from contaccum.encoders.dual_encoder import SIMILARITY_NAMES
@@ -41,10 +38,7 @@ STORE_FOLDER = "passage_store"
 """Folder in ``output_dir`` for the store that is encoded from ``corpus``."""
 
 USELESS_SHARE_OF_BM25 = 0.5
-"""A base model that scores below this share of BM25's score is too weak for query-side training.
-
-A query tower cannot learn to retrieve with such document embeddings.
-"""
+"""A base model below this share of BM25's score has document embeddings that teach nothing."""
 
 _MAX_TEXTS_SHOWN = 3  # missing passages in a message
 
@@ -54,12 +48,8 @@ def set_up_query_side(
     model: SentenceTransformer,
     train_dataset: Any,
     eval_dataset: Any = None,
-) -> tuple[QuerySideLoss, QuerySideCollator, Any, Any]:
-    """Set up a run with ``method=query_side``: the model gets a separate query tower to train.
-
-    Returns:
-        The loss, the data collator for the trainer, and the training and evaluation data without
-        the rows that ``missing=drop`` drops.
+) -> tuple[QuerySideLoss, QuerySideCollator]:
+    """Return loss and collator of ``method=query_side``; the model gets a query tower to train.
 
     Raises:
         UserError: for a store of another model, an incomplete one, or, with ``missing=stop``, one
@@ -67,14 +57,12 @@ def set_up_query_side(
     """
     if args.similarity is not None:
         model.similarity_fn_name = SIMILARITY_NAMES[args.similarity]
-    store = _open_store(args, model)
-    documents = StoreDocuments(store)
+    documents = StoreDocuments(_open_store(args, model))
     scale = 1.0 / args.get_temperature(documents.similarity)
     loss = QuerySideLoss(model, documents, scale=scale)
-    train_dataset = _handle_missing(documents, model, train_dataset, args.missing)
-    eval_dataset = _handle_missing(documents, model, eval_dataset, args.missing)
     parts = list_parts(train_dataset) + list_parts(eval_dataset)
     datasets = [part for part in parts if part is not None]
+    _handle_missing(documents, model, datasets, args.missing)
     roles: Any = args.router_mapping  # a dictionary; its declared type also allows JSON text
     collator = QuerySideCollator(
         preprocess_fn=model.preprocess,
@@ -85,17 +73,10 @@ def set_up_query_side(
     if rank() == 0:
         logger.info(
             f"query side: every query is contrasted with all {len(documents):,} documents of "
-            f"{store.folder}, including documents that are relevant only to dev or test queries"
+            f"{documents.store.folder}, including documents that are relevant only to dev or test "
+            "queries"
         )
-    return loss, collator, train_dataset, eval_dataset
-
-
-def check_document_source(args: ContAccumTrainingArguments) -> None:
-    """Raise `UserError` for a store or corpus that cannot be used, before a model is loaded."""
-    if args.passage_store is not None:
-        EmbeddingStore.open(args.passage_store)
-    if args.corpus is not None:
-        require_texts(Path(args.corpus))
+    return loss, collator
 
 
 def _open_store(args: ContAccumTrainingArguments, model: SentenceTransformer) -> EmbeddingStore:
@@ -124,46 +105,26 @@ def _open_store(args: ContAccumTrainingArguments, model: SentenceTransformer) ->
 
 
 def _handle_missing(
-    documents: StoreDocuments, model: SentenceTransformer, dataset: Any, missing: str
-) -> Any:
-    """Handle positives of a data set that are not among the documents, as ``missing`` demands.
-
-    With "add", the model encodes them, and they are added to the documents. With "drop", the result
-    has only the rows whose positives are all documents.
-
-    Raises:
-        DataError: for a missing positive with "stop".
-    """
-    if isinstance(dataset, dict):
-        handled = {
-            name: _handle_missing(documents, model, part, missing) for name, part in dataset.items()
-        }
-        return type(dataset)(handled)
-    if dataset is None or isinstance(dataset, IterableDataset):
-        return dataset  # the collator refuses a missing positive in a stream
+    documents: StoreDocuments, model: SentenceTransformer, datasets: list[Any], missing: str
+) -> None:
+    """Encode and add the positives that the documents lack; with "stop", raise `DataError`."""
     missing_texts: dict[str, None] = {}  # used as a set that keeps the order of the data
-    complete_rows = []  # rows of which all positives are documents
-    for row, (_, positives) in enumerate(iterate_pairs(dataset)):
-        has_document = documents.contains(text_ids(positives))
-        if has_document.all():
-            complete_rows.append(row)
-        for index in np.flatnonzero(~has_document):
-            missing_texts[positives[index]] = None
+    for dataset in datasets:
+        if isinstance(dataset, IterableDataset):
+            continue  # the collator refuses a missing positive in a stream
+        for _, positives in iterate_pairs(dataset):
+            for index in np.flatnonzero(~documents.contains(text_ids(positives))):
+                missing_texts[positives[index]] = None
     if not missing_texts:
-        return dataset
+        return
+    texts = list(missing_texts)
+    shown = ", ".join(map(quoted, texts[:_MAX_TEXTS_SHOWN]))
     folder = documents.store.folder
-    shown = ", ".join(quoted(text) for text in list(missing_texts)[:_MAX_TEXTS_SHOWN])
-    problem = f"{folder}: lacks {len(missing_texts):,} positives of the data (such as {shown})"
+    problem = f"{folder}: lacks {len(texts):,} positives of the data (such as {shown})"
     if missing == "stop":
         raise DataError(
-            f"{problem}. Set missing=add to encode and add them, set missing=drop to drop the rows "
-            "that may use them, or encode a corpus that contains them"
+            f"{problem}. Set missing=add to encode and add them, or encode a corpus that contains "
+            "them"
         )
-    if missing == "add":
-        logger.warning(f"{problem}: they are encoded and added for this run")
-        texts = list(missing_texts)
-        documents.add(texts, encode_texts(model, texts, "document"))
-        return dataset
-    num_dropped = len(dataset) - len(complete_rows)
-    logger.warning(f"{problem}: {num_dropped:,} of {len(dataset):,} rows are dropped")
-    return dataset.select(complete_rows)
+    logger.warning(f"{problem}: they are encoded and added for this run")
+    documents.add(texts, encode_texts(model, texts, "document"))

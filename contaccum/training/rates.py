@@ -1,10 +1,7 @@
 """Learning rates that are written down for each update, or that fall as the time runs out.
 
-A training whose time is limited cannot know how many updates it will have. `RatesByClock` decays
-its learning rate by the clock, so that the training is finished whenever the time ends. The rates
-that it had are in its log. As ``learning_rates`` of another training, they repeat it exactly.
-
-Both are callbacks that set the rate before each update, after the scheduler of transformers.
+A training whose time is limited cannot know how many updates it will have. The rates that the clock
+gave it are in its log. As ``learning_rates`` of another training, they repeat it exactly.
 """
 
 from __future__ import annotations
@@ -29,7 +26,6 @@ class ListedRates(TrainerCallback):
         self._rates = rates
 
     def on_step_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        """Set the rate of the update that begins."""
         for group in kwargs["optimizer"].param_groups:
             group["lr"] = self._rates[state.global_step]
 
@@ -65,19 +61,16 @@ class RatesByClock(TrainerCallback):
         self._rate = args.learning_rate * max(0.0, min(rise, fall, 1.0))
 
     def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        """Start the clock; a resumed training has its own time."""
         self._started = self._saved = time.monotonic()
         self._seconds = broadcast(max(_LEAST_SECONDS, self._ends_at - self._started))
         self._first_update = state.global_step
         self._set_next_rate(args, state)
 
     def on_step_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        """Set the rate of the update that begins."""
         for group in kwargs["optimizer"].param_groups:
             group["lr"] = self._rate
 
     def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        """Stop if the next rate is 0, or save a checkpoint if the last one is old."""
         self._set_next_rate(args, state)
         if self._rate == 0.0:
             control.should_training_stop = True

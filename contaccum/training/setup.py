@@ -21,7 +21,6 @@ from contaccum.encoders.settings import configure, is_tied, set_max_lengths
 from contaccum.errors import ConfigError
 from contaccum.evaluation.beir import load_data as load_beir
 from contaccum.evaluation.evaluator import RetrievalEvaluator, sample
-from contaccum.evaluation.metrics import DEFAULT_METRICS, check_metric
 from contaccum.settings import Settings, for_method
 from contaccum.training.arguments import ContAccumTrainingArguments
 from contaccum.training.micro_batch import find_largest_divisor
@@ -34,10 +33,7 @@ MAX_QUERY_SIDE_MICRO_BATCH = 32
 
 
 def load_data(settings: Settings) -> TrainingSets:
-    """Load the training data; raise `DataError` for data that cannot be used.
-
-    An option that a set in ``train_data`` does not set itself has the value of the settings.
-    """
+    """Load the training data; raise `DataError` for data that cannot be used."""
     common = {
         "split": settings.split,
         "num_hard_negatives": settings.num_hard_negatives,
@@ -52,39 +48,12 @@ def load_data(settings: Settings) -> TrainingSets:
     )
 
 
-def make_evaluator(settings: Settings) -> RetrievalEvaluator | None:
-    """Return the evaluator for ``eval_data``; None if it is not set."""
-    if settings.eval_data is None:
-        return None
-    full_set = load_beir(settings.eval_data, settings.eval_split, settings.on_bad_record)
-    dataset = sample(full_set, settings.eval_queries, settings.eval_corpus_size)
-    full_size = {"of_queries": len(full_set.queries), "of_documents": len(full_set.corpus)}
-    metrics = list(DEFAULT_METRICS)
-    primary_metric = None
-    if settings.metric_for_best_model not in (None, "loss"):
-        primary_metric = check_metric(str(settings.metric_for_best_model))
-        metrics.append(primary_metric)
-    return RetrievalEvaluator(
-        dataset,
-        metrics,
-        primary_metric=primary_metric,
-        batch_size=settings.per_device_eval_batch_size,
-        similarity=settings.similarity,
-        notes=full_size,
-    )
-
-
 def load_model(settings: Settings, device: str | None = None) -> DualEncoder:
-    """Load the encoder to train: a SentenceTransformer, or a backbone with pooling added to it.
-
-    Raises:
-        UserError: for a model that cannot be loaded.
-    """
+    """Load the encoder to train: a SentenceTransformer, or a backbone with pooling added to it."""
     options: dict[str, Any] = {"device": device}
     if settings.load_in_4bit:
         options["model_kwargs"] = adapters.make_4bit_kwargs()
-    # Two towers are loaded with separate weights. Once they have adapters, they share one base
-    # model. Loading on the CPU first avoids two base models in the device's memory.
+    # Two towers with adapters share one base model, but are loaded with one each: on the CPU.
     has_two_adapters = bool(settings.lora_r) and not settings.tied
     is_moved_later = has_two_adapters and bool(device) and not settings.load_in_4bit
     if is_moved_later:
@@ -119,13 +88,10 @@ def load_model(settings: Settings, device: str | None = None) -> DualEncoder:
         )
     elif adapters.has_adapter(model):
         adapters.make_adapter_trainable(model)
-    else:
-        # Only now is it certain that the saved model has no adapter either.
-        for name in ("load_in_4bit", "merge_adapter"):
-            if getattr(settings, name):
-                raise ConfigError(
-                    f"{name}=True without lora_r: it has no effect. Set lora_r, or drop {name}"
-                )
+    elif settings.load_in_4bit:
+        raise ConfigError(
+            "load_in_4bit without lora_r: 4-bit weights cannot train. Set lora_r, or drop it"
+        )
     if is_moved_later:
         model = model.to(device)
     return model
@@ -160,35 +126,42 @@ def _load_sentence_transformer(settings: Settings, options: dict[str, Any]) -> D
 
 
 class RunData(NamedTuple):
-    """The data of a run: the training sets, and the evaluator of the model during training."""
+    """The training sets of a run, and the evaluator of the model during training."""
 
     training: TrainingSets
     evaluator: SentenceEvaluator | None
 
 
 def load_run_data(settings: Settings, args: ContAccumTrainingArguments) -> RunData:
-    """Load the data of a run; raise `UserError` for data that cannot be used.
-
-    On each host, the first process reads the files and writes a cache. The other processes of the
-    host wait for the first one, and then read the cache.
-    """
+    """Load the data of a run; on each host, the first process caches them for the others."""
     with args.main_process_first(desc="reading the data"):
         training = load_data(settings)
-        evaluator = make_evaluator(settings)
+        if settings.eval_data is None:
+            return RunData(training, None)
+        full_set = load_beir(settings.eval_data, settings.eval_split, settings.on_bad_record)
+        dataset = sample(full_set, settings.eval_queries, settings.eval_corpus_size)
+    metric = settings.metric_for_best_model
+    evaluator = RetrievalEvaluator(
+        dataset,
+        primary_metric=None if metric == "loss" else metric,
+        batch_size=settings.per_device_eval_batch_size,
+        similarity=settings.similarity,
+        notes={"of_queries": len(full_set.queries), "of_documents": len(full_set.corpus)},
+    )
     return RunData(training, evaluator)
 
 
 def load_encoder(settings: Settings, args: ContAccumTrainingArguments) -> DualEncoder:
-    """Load the encoder to train; raise `UserError` if it cannot be loaded."""
+    """Load the encoder to train."""
     set_seed(args.seed)  # some weights may be initialised at random, such as those of an adapter
     return load_model(settings, str(args.device))
 
 
 def make_second_stage(settings: Settings, model: str) -> Settings:
-    """Return the settings of a second stage: query-side training of a model that was trained.
+    """Return the settings of a second stage: query-side training of the first stage's ``model``.
 
-    It has the pairs per update of the first stage and as many updates, and the learning rate that
-    is tried first with query-side training. ``model`` is the folder of the first stage's model.
+    It has as many updates and pairs per update, and the learning rate that query-side training
+    tries first.
     """
     args = ContAccumTrainingArguments.from_settings(settings)
     num_pairs = args.total_train_batch_size

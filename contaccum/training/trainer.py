@@ -44,16 +44,11 @@ from transformers import PrinterCallback, ProgressCallback, TrainerCallback
 from transformers.integrations.deepspeed import deepspeed_load_checkpoint, unset_hf_deepspeed_config
 from transformers.trainer_utils import HubStrategy, TrainOutput
 
-from contaccum import work
+from contaccum import progress, work
 from contaccum.data.samplers import RESUMABLE_SAMPLERS
 from contaccum.data.sampling import first_texts, get_samplings
 from contaccum.distributed import broadcast
-from contaccum.encoders.adapters import (
-    describe_adapters,
-    has_adapter,
-    merge_adapter,
-    replace_saved_adapter,
-)
+from contaccum.encoders.adapters import describe_adapters, has_adapter
 from contaccum.encoders.dual_encoder import DualEncoder
 from contaccum.encoders.loading import copy_module_code, loading, require_model
 from contaccum.encoders.settings import is_tied
@@ -63,7 +58,6 @@ from contaccum.files import Fingerprint, provenance, require_writable, write_tex
 from contaccum.losses.contaccum import ContAccumLoss
 from contaccum.losses.text_ids import count_texts
 from contaccum.merging import merge_models
-from contaccum.progress import is_verbose
 from contaccum.redaction import redact
 from contaccum.retrieval.encode import hash_tensors, tokenisation_fingerprint
 from contaccum.settings import Settings, find, replace
@@ -156,7 +150,7 @@ class ContAccumTrainer(SentenceTransformerTrainer):
         set_column_roles(args, model, columns)
         model.model_card_data.ir_model = True  # it shows how to encode queries and documents
         if loss is None and args.method == "query_side":
-            loss, collator, train_dataset, eval_dataset = passage_store.set_up_query_side(
+            loss, collator = passage_store.set_up_query_side(
                 args, model, train_dataset, eval_dataset
             )
             kwargs.setdefault("data_collator", collator)
@@ -766,7 +760,6 @@ def train_and_save(
                 "checkpoint. Copy it to another folder, or set another output_dir"
             )
     require_model(settings.model)
-    passage_store.check_document_source(args)
     if args.process_index == 0:
         require_writable(output_dir / work.IDENTITY_FILE)
     data = load_run_data(settings, args)
@@ -774,7 +767,7 @@ def train_and_save(
         print_line(data.training.summary())
     encoder = load_encoder(settings, args)
     trainer = make_trainer(encoder, settings, args, data, callbacks=callbacks)
-    if not is_verbose():
+    if not progress.verbose:
         trainer.remove_callback(PrinterCallback)
         if not args.disable_tqdm:
             trainer.remove_callback(ProgressCallback)
@@ -787,12 +780,4 @@ def train_and_save(
         before_training = load_model(settings, str(args.device))
         trainer.model = merge_models(before_training, encoder, settings.blend)
     trainer.save_model(str(output_dir))
-    if settings.merge_adapter and trainer.is_world_process_zero():
-        # The weights are rounded to the dtype of the base model; see `adapters.merge_adapter`.
-        trusted = settings.trust_remote_code
-        model = DualEncoder.from_pretrained(
-            str(output_dir), device="cpu", trust_remote_code=trusted
-        )
-        merge_adapter(model)
-        replace_saved_adapter(output_dir, model)
     return args

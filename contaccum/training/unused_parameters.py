@@ -14,6 +14,7 @@ from sentence_transformers.losses import (
 )
 from sentence_transformers.util import batch_to_device
 from torch import nn
+from torch.nn.modules.module import register_module_forward_pre_hook
 
 from contaccum.encoders.settings import is_tied, without_dropout
 from contaccum.errors import ConfigError
@@ -26,10 +27,7 @@ logger = logging.getLogger(__name__)
 
 
 def reads_only_embeddings(loss: Any) -> bool:
-    """Return whether a loss is of a class that reads nothing but sentence embeddings.
-
-    With such a loss, a parameter on which no embedding depends gets no gradient.
-    """
+    """Return whether only parameters on which an embedding depends get a gradient by this loss."""
     classes = (
         ContAccumLoss,
         QuerySideLoss,
@@ -47,11 +45,7 @@ def disable_unused_parameter_search(
     DDP searches after every forward pass. Most losses encode one column after the other, so after
     the last column DDP would treat the query tower as unused. The search stays on for losses with a
     gradient cache, which call the model once per backward pass and need it, and for a tied model
-    with a loss that may read more than embeddings. For losses that read only embeddings,
-    `freeze_unused_parameters` replaces the search.
-
-    The Accelerator reads ``ddp_find_unused_parameters`` when it is created, so this function must
-    be called before.
+    with a loss that may read more than embeddings. Call this before the Accelerator is created.
     """
     if any(uses_gradient_cache(loss_of_set) for loss_of_set in list_losses(loss)):
         return
@@ -64,10 +58,10 @@ def freeze_unused_parameters(
 ) -> None:
     """Freeze the parameters of modules that run but change no embedding, such as BERT's pooler.
 
-    A parameter whose module does not run for these features stays trainable, because other rows may
-    reach it, for example an expert or another route of a Router. But with several processes, DDP
-    would wait for its gradient in every update. It is frozen then, with a warning. ``features`` are
-    those of each column of some rows; without them, nothing is frozen.
+    Other rows may reach a parameter whose module does not run for these features, such as an
+    expert. It stays trainable, but not with several processes, where DDP would wait for its
+    gradient in every update. ``features`` are those of each column of some rows; without them,
+    nothing is frozen.
 
     Raises:
         ConfigError: if the model has no parameter to train.
@@ -80,10 +74,7 @@ def freeze_unused_parameters(
         raise ConfigError("every weight of the model is frozen (requires_grad=False): train some")
     modules_run: set[nn.Module] = set()
     used: set[str] = set()  # parameters that the embeddings depend on
-    hooks = []
-    for module in model.modules():
-        hook = module.register_forward_pre_hook(lambda module, _: modules_run.add(module))
-        hooks.append(hook)
+    hook = register_module_forward_pre_hook(lambda module, _: modules_run.add(module))
     try:
         for column in features:
             with torch.enable_grad(), without_dropout(model):
@@ -96,8 +87,7 @@ def freeze_unused_parameters(
                 if gradient is not None:
                     used.add(name)
     finally:
-        for hook in hooks:
-            hook.remove()
+        hook.remove()
     unreached = []
     for name, parameter in parameters.items():
         if name in used:

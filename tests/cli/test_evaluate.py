@@ -12,7 +12,7 @@ from contaccum import DualEncoder
 from contaccum.cli import main
 from contaccum.data import CQADUPSTACK_FORUMS, load_beir_folder
 from contaccum.evaluation.results import read_result
-from contaccum.files import package_versions
+from contaccum.files import provenance
 from contaccum.retrieval.encode import model_fingerprint
 
 
@@ -70,7 +70,7 @@ def test_record_describes_data_model_and_search(evaluate, two, tmp_path, tiny_mo
     assert len(record["tokenisation"]) == 64
     assert record["search"] == {"index": "Flat", "index_parameters": None, "k": 1000, "gpus": 0}
     assert record["precision"] == "bfloat16"
-    assert record["versions"] == package_versions()
+    assert record["versions"] == provenance()["versions"]
     assert set(record["per_query"]) == set(data.qrels)
     written = {path.name for path in (tmp_path / "new").iterdir()}
     assert written == {"out.json", "out.md", "out.trec"}

@@ -7,7 +7,7 @@ import pytest
 from small_data import read_lines, write_beir_to_mine, write_pairs_to_mine
 
 from contaccum.cli import main
-from contaccum.files import package_versions
+from contaccum.files import provenance
 
 
 @pytest.fixture
@@ -32,7 +32,7 @@ def test_report_describes_models_data_and_settings(tiny_model_path, pairs, tmp_p
     assert record["model"]["name"] == tiny_model_path
     assert len(record["model"]["fingerprint"]) == 64
     assert len(record["tokenisation"]) == 64
-    assert record["versions"] == package_versions()
+    assert record["versions"] == provenance()["versions"]
     assert record["settings"]["range_max"] == 30
     assert record["settings"]["similarity"] == "cos"
     assert len(read_lines(output)) == 40

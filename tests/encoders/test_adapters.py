@@ -20,13 +20,11 @@ from transformers import AutoModel
 
 from contaccum import DualEncoder
 from contaccum.encoders.adapters import (
-    MERGED_FOLDER,
     add_adapter,
     get_backbones,
     has_adapter,
     make_4bit_kwargs,
     merge_adapter,
-    replace_saved_adapter,
 )
 from contaccum.encoders.settings import is_tied
 from contaccum.errors import ConfigError, UserError
@@ -126,9 +124,7 @@ def test_adapter_over_bfloat16_base_is_float32_after_loading(bases, tmp_path):
 
 
 @pytest.mark.parametrize("tied", [True, False], ids=["tied", "untied"])
-def test_merged_model_replaces_its_adapter_once_it_is_written(
-    tied, bases, tmp_path, limit_file_size
-):
+def test_merged_model_has_the_embeddings_of_its_adapter_and_no_adapter(tied, bases, tmp_path):
     model = make_adapted_encoder(bases / "bert", tied)
     model.save_pretrained(str(tmp_path))
     expected = encode_texts(model)
@@ -138,14 +134,8 @@ def test_merged_model_replaces_its_adapter_once_it_is_written(
     num_towers = 1 if tied else 2
     num_backbone_weights = len(list(get_backbones(model)[0].parameters()))
     assert len(list(model.parameters())) == num_towers * num_backbone_weights
-    with limit_file_size(12_000), pytest.raises(UserError, match="free space"):
-        replace_saved_adapter(tmp_path, model)
-    loaded = DualEncoder.from_pretrained(tmp_path, device="cpu")
-    assert has_adapter(loaded)
-    assert np.array_equal(encode_texts(loaded), expected)
-    replace_saved_adapter(tmp_path, model)
+    model.save_pretrained(str(tmp_path))
     assert not list(tmp_path.rglob("adapter*"))
-    assert not (tmp_path / MERGED_FOLDER).exists()
     merged = SentenceTransformer(str(tmp_path), device="cpu")
     assert not has_adapter(merged)
     assert np.abs(encode_texts(merged) - expected).max() < 1e-5

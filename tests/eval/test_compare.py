@@ -101,7 +101,7 @@ def test_command_line_overrides_config_files(tmp_path):
     settings |= {"output_dir": "o", "eval_strategy": "steps", "metric_for_best_model": "mrr@10"}
     path = tmp_path / "config.yaml"
     path.write_text(yaml.safe_dump(settings))
-    options = read_options([str(path)], ["--bank_size", "16", "--no_bank_hard_negatives"])
+    options = read_options([str(path)], ["--bank_size", "16", "--bank_hard_negatives=false"])
     data = {"train_data": ["a", "b"]}
     assert options == {"model": "m", "bank_size": 16, "bank_hard_negatives": False, **data}
 

@@ -639,7 +639,7 @@ def test_training_is_in_bf16_where_the_machine_is_faster_with_it(
         (["--method", "query_side", "--matryoshka_dims", "8"], "method=query_side with matryoshka"),
         (["--method"], "method"),
         (["--method", "query_side", "--towers", "one"], "towers=one"),
-        (["--device", "tpu"], "device=tpu"),
+        (["--device", "tpu"], "--device"),
         (["--learnin_rate", "1"], "learning_rate"),
         (["--learning_rates", "1", "2"], "learning_rates is not an option of contaccum fit"),
         (["--budget", "soon"], "budget=soon"),

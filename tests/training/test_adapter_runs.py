@@ -1,7 +1,6 @@
-"""Training of adapters: unchanged base weights, resuming, further training, merging."""
+"""Training of adapters: unchanged base weights, resuming, further training."""
 
 import json
-import shutil
 from pathlib import Path
 from typing import Any
 
@@ -128,7 +127,7 @@ def encode_texts(folder: Path) -> np.ndarray:
     return np.stack([model.encode_query(TEXTS), model.encode_document(TEXTS)])
 
 
-def test_the_command_line_trains_continues_and_merges_adapters_of_two_towers(
+def test_the_command_line_trains_and_continues_adapters_of_two_towers(
     places, train, tmp_path, monkeypatch, capsys
 ):
     monkeypatch.chdir(places)
@@ -154,38 +153,6 @@ def test_the_command_line_trains_continues_and_merges_adapters_of_two_towers(
     assert train(second, model=first, **overwrite) == 0
     trained = encode_texts(second)
     assert not np.allclose(trained, encode_texts(first), atol=1e-3)
-    merge = {"merge_adapter": "true", **overwrite}
-    # The folder "first" contains an adapter.
-    assert train(first, model=second, learning_rate=1e-30, **merge) == 0
-    assert np.abs(encode_texts(first) - trained).max() < 1e-5
-    assert list(first.rglob("adapter*")) == []
-    assert train(second, **merge) == 2
-    assert "merge_adapter=True without lora_r" in capsys.readouterr().err
-
-
-def test_a_finished_run_with_a_merged_adapter_is_resumed_with_the_same_result(train, tmp_path):
-    """The merged model in output_dir has no adapter that the run could load."""
-    output = tmp_path / "merged"
-    settings = {
-        "lora_r": 2,
-        "merge_adapter": "true",
-        "pooling": "mean",
-        "max_steps": 3,
-        "save_strategy": "steps",
-        "save_steps": 1,
-        "resume_from_checkpoint": "auto",
-    }
-    assert train(output, **settings) == 0
-    weights = (output / "model.safetensors").read_bytes()
-    # The checkpoint of the last update is loaded, and merged again.
-    assert train(output, **settings) == 0
-    assert (output / "model.safetensors").read_bytes() == weights
-    assert len(read_log(output)) == 3
-    # Without that checkpoint, as with save_strategy=best, the last update is trained again.
-    shutil.rmtree(output / "checkpoint-3")
-    assert train(output, **settings) == 0
-    assert (output / "model.safetensors").read_bytes() == weights
-    assert len(read_log(output)) == 3
 
 
 def test_adapters_of_tied_and_untied_models_and_beside_their_base(places, train, tmp_path):

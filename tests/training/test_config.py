@@ -77,41 +77,12 @@ def test_sets_prompts_and_metrics_become_arguments_of_the_trainer(tmp_path):
     assert args.metric_for_best_model == "eval_ndcg@10" and args.greater_is_better
 
 
-def test_auto_can_be_given_on_the_command_line():
-    options = ["--total_train_batch_size=64", "--per_device_train_batch_size"]
-    assert make_arguments(*options, "auto").has_auto_micro_batch
-    args = make_arguments(*options, "16")
-    assert not args.has_auto_micro_batch and args.gradient_accumulation_steps == 4
-
-
 SHIPPED = sorted(str(path.relative_to(CONFIGS)) for path in CONFIGS.rglob("*.yaml"))
 
 
 @pytest.mark.parametrize("name", SHIPPED)
 def test_shipped_configs_are_arguments(name):
     assert make_arguments(str(CONFIGS / name)).total_train_batch_size == 128
-
-
-def test_the_papers_config_has_the_settings_of_the_paper():
-    settings = make_settings(str(CONFIGS / "paper.yaml"))
-    args = make_arguments(str(CONFIGS / "paper.yaml"))
-    assert args.method == "contaccum"
-    assert args.pairs_per_micro_batch == 8
-    assert args.bank_size == 2048
-    assert args.num_train_epochs == 40
-    assert args.warmup_steps == 1237
-    assert args.learning_rate == 2e-5
-    assert args.adam_epsilon == 1e-8
-    assert args.weight_decay == 0.0
-    assert args.max_grad_norm == 2.0
-    assert args.similarity == "dot"
-    assert args.temperature == 1.0
-    assert args.drift_compensation == "none"
-    assert args.normalize_by == "all"
-    assert args.mask_duplicates is False
-    assert settings.tied is False
-    assert settings.pooling == "cls"
-    assert settings.num_hard_negatives == 1
 
 
 def test_a_home_folder_is_expanded_in_models_and_data(tmp_path, monkeypatch):

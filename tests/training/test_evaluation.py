@@ -220,42 +220,13 @@ def test_early_stopping_without_an_evaluator_watches_the_loss(tmp_path):
     assert trainer.state.global_step == 2  # the loss does not change
 
 
-class PlainEvaluator(SentenceEvaluator):
-    """An evaluator as those of sentence-transformers: it does not list its metrics."""
-
-    def __init__(self, primary_metric: str | None, name: str = "") -> None:
-        super().__init__()
-        self.primary_metric = primary_metric  # type: ignore[assignment]  # declared as None
-        self.name = name
-
-    def __call__(
-        self, model: Any, output_path: Any = None, epoch: float = -1, steps: int = -1
-    ) -> dict[str, float]:
-        return self.prefix_name_to_metrics({"accuracy": 0.5}, self.name)
+class OtherEvaluator(SentenceEvaluator):
+    """An evaluator that chooses its main metric only in its first evaluation."""
 
 
-@pytest.mark.parametrize(("name", "metric"), [("", "eval_accuracy"), ("dev", "eval_dev_accuracy")])
-def test_early_stopping_watches_the_main_metric_of_any_evaluator(name, metric, tmp_path):
-    trainer = make_trainer(
-        tmp_path,
-        evaluator=PlainEvaluator("accuracy", name),
-        early_stopping_patience=1,
-        **EVALUATE,
-    )
-    trainer.train()
-    assert trainer.args.metric_for_best_model == metric
-    assert trainer.state.global_step == 2
-
-
-@pytest.mark.parametrize(
-    ("evaluator", "settings", "named"),
-    [
-        (PlainEvaluator(None), {"early_stopping_patience": 1}, "metric_for_best_model is not set"),
-        (PlainEvaluator(None), {"save_strategy": "best"}, "metric_for_best_model is not set"),
-        (FixedScores(SCORES), {**LOAD_BEST, "metric_for_best_model": "ndcg@7"}, "ndcg@7"),
-    ],
-    ids=["stop", "best", "not computed"],
-)
-def test_a_metric_that_an_evaluation_would_lack_is_refused(evaluator, settings, named, tmp_path):
-    with pytest.raises(ConfigError, match=named):
-        make_trainer(tmp_path, evaluator=evaluator, **{**EVALUATE, **settings})
+def test_another_evaluator_needs_a_named_metric(tmp_path):
+    settings: dict[str, Any] = {**EVALUATE, "evaluator": OtherEvaluator()}
+    with pytest.raises(ConfigError, match="metric of OtherEvaluator"):
+        make_trainer(tmp_path, **settings, save_strategy="best")
+    settings["metric_for_best_model"] = "accuracy"
+    make_trainer(tmp_path, **settings, save_strategy="best")
