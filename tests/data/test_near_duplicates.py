@@ -3,12 +3,10 @@
 import itertools
 import random
 
-import numpy as np
 import pytest
 from scipy.cluster.hierarchy import DisjointSet
 
 from contaccum.data.near_duplicates import (
-    _GramIndex,
     find_near_duplicates,
     join_near_duplicates,
     normalise,
@@ -41,23 +39,12 @@ def make_changed_texts(num_texts: int) -> list[str]:
 
 
 @pytest.mark.parametrize("num_changed_words", [1, 3, 6, 9])
-def test_few_texts_of_one_template_are_compared(monkeypatch, num_changed_words):
-    """They are near-duplicates, or too different. Comparing all pairs would take quadratic time."""
-    num_compared = 0
-    compute_overlaps = _GramIndex.compute_overlaps
-
-    def compute_and_count(self: _GramIndex, sketch: np.ndarray, rows: np.ndarray) -> np.ndarray:
-        nonlocal num_compared
-        num_compared += len(rows)
-        return compute_overlaps(self, sketch, rows)
-
-    monkeypatch.setattr(_GramIndex, "compute_overlaps", compute_and_count)
+def test_texts_of_one_template_are_near_duplicates_if_they_differ_in_one_word(num_changed_words):
     generator = random.Random(0)
     template = "please tell me the status of the order of this customer: "
     texts = [template + " ".join(make_words(generator, num_changed_words)) for _ in range(1000)]
     num_groups = len(group_near_duplicates([*texts, "another text"]))
     assert num_groups == (2 if num_changed_words == 1 else 1001)
-    assert num_compared < 3 * len(texts)
 
 
 def collect_grams(text: str) -> set[str]:
