@@ -75,7 +75,7 @@ def _require_files(settings: Settings) -> None:
         if records.data_format != "hub":
             require_exists(records.path)
     if settings.eval_data is not None:
-        resolve_beir_data(settings.eval_data, settings.eval_split)
+        resolve_beir_data(settings.eval_data)
     if settings.passage_store is not None:
         EmbeddingStore.open(settings.passage_store)
     for corpus in (settings.corpus, settings.second_stage):

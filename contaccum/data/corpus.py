@@ -34,14 +34,14 @@ def read_texts(
 ) -> Iterator[Passage]:
     """Yield the documents or the queries of a corpus.
 
-    To find an id that occurs twice, memory holds a hash of 8 bytes for each id. With ten million
-    ids, the probability that two different ones have the same hash, and are refused, is 3e-6.
+    Memory holds a hash of 8 bytes for each id. With ten million ids, the probability that two
+    different ones have the same hash, and are refused, is 3e-6.
 
     Args:
         path: a file or BEIR folder that `read_passages` reads. For queries, a BEIR folder's
             queries.jsonl is read, and DPR's question files (.csv) are accepted too. The ids of
             their questions are question-1, question-2, ..., without skipped lines.
-        kind: "query" or "document".
+        kind: "query" or "document". Documents may be blank.
         report: counts the records that are read and skipped.
         columns: see `read_passages`.
 

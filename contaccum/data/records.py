@@ -1,13 +1,11 @@
 """Records of training data and passages of a corpus, and the detection of a file's format.
 
-A file's rows are mappings (`contaccum.data.rows`). `RecordSource` makes a `Record` of each row, or
-reports the `Fault` of a bad row. Which positives and negatives an epoch trains on is decided in
-`contaccum.data.sampling`.
+`RecordSource` makes a `Record` of each row of a file (`contaccum.data.rows`), or reports the
+`Fault` of a bad row. `contaccum.data.sampling` decides what an epoch trains on.
 """
 
 from __future__ import annotations
 
-import json
 import os
 import re
 from collections.abc import Iterator, Mapping, Sequence
@@ -17,7 +15,6 @@ from typing import Any, Literal, NamedTuple, cast, get_args
 
 from contaccum.data.beir import (
     OUTSIDE_CORPUS,
-    convert_llama_index,
     find_beir_file,
     get_positives,
     is_beir_folder,
@@ -72,17 +69,14 @@ _USUAL_NAMES = {
     "negative_ctxs",
     # Title of the positives that are plain texts. A passage object has its own "title".
     "title": "title",
-    # Score or label of a pair, or a list of them for a list of passages. It is a match if the score
-    # is at least `min_score`. These names are compared without case, blanks and underscores.
+    # Compared without case, blanks and underscores.
     "score": "score label labels relevance relevant is_relevant rel match is_match similarity "
     "is_similar is_positive is_duplicate grade rating",
 }
 FIELDS = {role: tuple(names.split()) for role, names in _USUAL_NAMES.items()}
-"""{role: usual names of the field}. The first name that a record has is used.
-
-The fields `negative_1`, `negative_2` ... hold negatives too. The names include those of
-FlagEmbedding, Tevatron (src/tevatron/retriever/dataset.py), and sentence-transformers' scored
-pairs.
+"""{role: usual names of the field}, those of FlagEmbedding, Tevatron and sentence-transformers
+among them. The first name that a record has is used. `negative_1`, `negative_2` ... are negatives
+too.
 """
 
 # Words that files have in place of the labels 1 and 0, after `_fold`.
@@ -95,11 +89,10 @@ _MIN_SCORE_REMEDY = (
     "--min_score 1"
 )
 _LIST = re.compile(r"""\[\]|[\[{]\s*[\[{]?['"].*[\]}]""", re.DOTALL)
-"""A list or an object of texts, as pandas writes it into a cell."""
+"""A list or an object of texts in a cell, as pandas writes it."""
 
 GENERATED_BY = "generated_by"
 """The field with the name of the model that wrote a query."""
-_DATA_DESIGNER_FIELDS = ("deduplicated_qa_pairs", "chunks")
 
 CORPUS_FIELDS = {
     "id": ("_id", "id", "docid", "doc_id", "pid", "passage_id"),
@@ -208,7 +201,7 @@ def _read_rows(
     else:
         rows = read_json_lines(path)
     fields: dict[str, None] = {}
-    for line, row in _expand_data_designer(rows):
+    for line, row in rows:
         if not isinstance(row, Fault):
             fields.update(dict.fromkeys(row))
         yield line, row
@@ -219,30 +212,6 @@ def _read_rows(
                 f"{quoted(', '.join(fields), 200)}{closest(name, fields)} (correct {role}={name} "
                 f"in {option}, or leave it out; one of several sets can have columns of its own)"
             )
-
-
-def _expand_data_designer(rows: Rows) -> Rows:
-    """Yield a row for each question of the rows of data-designer-retrieval-sdg; others as they are.
-
-    Such a row has chunks, and questions with the numbers of the chunks that answer them.
-    """
-    for line, row in rows:
-        if isinstance(row, Fault) or not all(name in row for name in _DATA_DESIGNER_FIELDS):
-            yield line, row
-            continue
-        questions, chunks = (row[name] for name in _DATA_DESIGNER_FIELDS)
-        try:
-            texts = {chunk["chunk_id"]: chunk["text"] for chunk in chunks}
-            found = []
-            for pair in questions:
-                positive = [texts[number] for number in pair["segment_ids"]]
-                found.append({"query": pair["question"], "positive": positive})
-        except (KeyError, TypeError) as error:
-            detail = f"{type(error).__name__} {quoted(str(error))}"
-            yield line, Fault("questions or chunks of another form", detail)
-            continue
-        for pair in found:
-            yield line, {**pair, GENERATED_BY: "data-designer-retrieval-sdg"}
 
 
 def _load_dataset(path: Path, data_format: str, split: str | None) -> Any:
@@ -297,11 +266,10 @@ def read_records(
             dataset; see docs/data.md.
         data_format: one of `DATA_FORMATS`; None: detected from the content.
         split: split of a BEIR folder, or of a Hugging Face dataset; ignored for a file.
-        columns: {role: column name} for columns with unusual names, such as {"query": "user_text"};
-            the roles and their usual names are in `FIELDS`.
+        columns: {role: column name} for names that are not among those of `FIELDS`.
         report: receives the counts of used and bad records; None: an error at the first bad record.
-        min_score: for scored pairs, the least score (or label) of a positive pair; pairs below it
-            are left out and counted. None: scores of pairs are not read.
+        min_score: the least score (or label) of a positive pair; pairs below it are left out and
+            counted. None: scores of pairs are not read.
 
     Raises:
         ConfigError: for an unknown format, or settings that the format does not have.
@@ -313,13 +281,10 @@ def read_records(
 
 
 class RecordSource:
-    """A file, folder or dataset of training records, whose format is known.
+    """A file, folder or dataset of training records; arguments and errors as in `read_records`.
 
-    The first record with a query and a positive decides which fields hold them in all records. If
-    the fields were chosen for each record, a record that lacks "positive" but has a field "text"
-    could silently get a wrong positive.
-
-    The arguments and errors are those of `read_records`.
+    The first record with a query and a positive decides which fields hold them in all records.
+    Otherwise a record that lacks "positive" but has a field "text" could get a wrong positive.
     """
 
     def __init__(
@@ -331,7 +296,7 @@ class RecordSource:
         min_score: float | None = None,
     ) -> None:
         check_choice("data_format", data_format, (None, *DATA_FORMATS))
-        self.path = convert_llama_index(Path(os.path.expanduser(path)), split)
+        self.path = Path(os.path.expanduser(path))
         self._columns = parse_columns(columns)
         self.data_format = cast(DataFormat, data_format or sniff_format(self.path, self._columns))
         self._split = split
@@ -374,11 +339,8 @@ class RecordSource:
                 continue
             num_matches += 1
             self._first_record = self._first_record or parsed
-            for role in list(roles_of_numbers):
-                value = getattr(parsed, role)
-                texts = [value] if isinstance(value, str) else value
-                if not all(map(_is_number, texts)):
-                    roles_of_numbers.discard(role)
+            texts = {**parsed._asdict(), "query": [parsed.query]}
+            roles_of_numbers = {r for r in roles_of_numbers if all(map(_is_number, texts[r]))}
             yield parsed
         for role in sorted(roles_of_numbers):
             if num_matches > 1 and getattr(self._first_record, role):
@@ -402,7 +364,7 @@ class RecordSource:
     def key(self, *settings: Any) -> str:
         """Return the key of the records in the cache of `datasets`: a sha256, in hex.
 
-        The key changes with every setting, and with the path, size or modification time of a file.
+        It changes with every setting, and with the path, size or modification time of a file.
         ``settings`` are further values that change which records are read.
         """
         files = [self.path]
@@ -417,7 +379,6 @@ class RecordSource:
             if file.exists():
                 state = file.stat()
                 file_states.append((str(file.resolve()), state.st_size, state.st_mtime_ns))
-        # The states contain absolute paths, so the path as given is needed only without files.
         path_without_files = "" if file_states else str(self.path)
         return fingerprint(
             _CACHE_VERSION,
@@ -500,9 +461,8 @@ class RecordSource:
         """Return, for each passage of a row, if its score or label is that of a match.
 
         A list of passages may have a list of scores, and a single one a list of one score. Another
-        score is that of all passages. Raises `Fault` for a list of another length; with
-        `min_score`, for a score that is missing or not a number; without it, for a row without
-        match, and for every score of a pair with a field `sentence1`.
+        score is that of all passages. Raises `Fault` for scores that do not fit the passages or
+        `min_score`; without it, for a row without match, and for a score beside `sentence1`.
         """
         num_passages = len(passages) if isinstance(passages, list) else 1
         is_match = [True] * num_passages
@@ -598,8 +558,7 @@ def parse_columns(columns: Columns, option: Option = "data_columns") -> dict[str
     """Return column names by role.
 
     Args:
-        columns: a mapping, a list of words ``ROLE=NAME``, or a list of one JSON object such as
-            ``'{"query": "user_text"}'``; None: no columns.
+        columns: a mapping, or a list of words ``ROLE=NAME``; None: no columns.
         option: "data_columns" for the roles of `FIELDS`, "corpus_columns" for those of
             `CORPUS_FIELDS`.
 
@@ -614,15 +573,12 @@ def parse_columns(columns: Columns, option: Option = "data_columns") -> dict[str
     try:
         if isinstance(columns, Mapping):
             pairs = list(columns.items())
-        elif columns[0].startswith("{"):
-            pairs = list(json.loads(columns[0]).items())
         else:
             pairs = [word.split("=", 1) for word in columns]
         name_by_role = dict(pairs)
     except ValueError as error:
         raise ConfigError(
-            f"{option}: neither ROLE=NAME nor one JSON object: {quoted(columns)} "
-            '(for example title=heading, or {"title": "heading"})'
+            f"{option}: not ROLE=NAME, such as title=heading: {quoted(columns)}"
         ) from error
     for role in name_by_role:
         check_choice(f"{option}: a role", role, fields)
@@ -641,14 +597,13 @@ def read_passages(
     """Yield every passage of a corpus, in the order of the file. Repeated ids are not refused.
 
     Args:
-        path: a BEIR folder; a file of LlamaIndex, of JSON lines, or with a JSON array; a table with
-            a header, as DPR publishes it; a parquet file; or a Hugging Face dataset. Text files may
-            be gzip.
+        path: a BEIR folder; a file of JSON lines, or with a JSON array; a table with a header, as
+            DPR publishes it; a parquet file; or a Hugging Face dataset. Text files may be gzip.
         report: receives the counts of used and bad records.
         may_be_blank: True to yield passages without title and text, which published sets have;
             False: they are bad records.
-        columns: {role: column name} for columns with unusual names, such as {"text": "content"};
-            see `parse_columns`. The roles and their usual names are in `CORPUS_FIELDS`.
+        columns: {role: column name} for names that are not among those of `CORPUS_FIELDS`; see
+            `parse_columns`.
 
     Raises:
         ConfigError: for columns that cannot be used.
@@ -656,7 +611,6 @@ def read_passages(
     """
     columns = parse_columns(columns, "corpus_columns")
     path = Path(os.path.expanduser(path))
-    path = convert_llama_index(path, "test")
     if is_beir_folder(path):
         path = find_beir_file(path, "corpus.jsonl")
     layout, _ = _sniff_layout(path)
