@@ -1,9 +1,8 @@
 """Training data: rows whose texts are sampled from stored records.
 
-A record is a query with all its positives and negatives, as a file holds it. The library `datasets`
-stores the records in an Arrow file, which is mapped into memory. A row is one training example:
-query, one positive and h hard negatives, which `contaccum.data.sampling` samples from a record when
-the row is read.
+A record is a query with all its positives and negatives. The library `datasets` stores the records
+in an Arrow file, which is mapped into memory. A row is one training example, which
+`contaccum.data.sampling` samples from a record when the row is read.
 """
 
 from __future__ import annotations
@@ -111,7 +110,6 @@ class TrainingData:
         pairs: text ids (see `text_ids`) of query and positive for every positive of every record,
             int64 (n, 2).
         has_negatives: whether a record has a hard negative.
-        has_unused_negatives: whether the records have hard negatives, and the rows none.
     """
 
     dataset: Dataset
@@ -122,14 +120,10 @@ class TrainingData:
     transform: EpochSampling
     pairs: np.ndarray
     has_negatives: bool
-    has_unused_negatives: bool = False
 
     @property
     def known_positives(self) -> np.ndarray | None:
-        """Text ids of query and positive of all queries with several positives, int64 (r, 2).
-
-        The positives of a query may be in one record or in several.
-        """
+        """Text ids of query and positive of all queries with several positives, int64 (r, 2)."""
         return self.transform.known_positives
 
     def record(self) -> dict[str, Any]:
@@ -233,7 +227,6 @@ def load_training_data(
         transform,
         pairs,
         has_negatives,
-        has_unused_negatives=num_hard_negatives == 0 and has_negatives,
     )
 
 
@@ -262,7 +255,7 @@ class TrainingSets:
         lines = []
         for name, part in self.parts.items():
             line = f"{name}: {part.report.summary()}"
-            if part.has_unused_negatives:
+            if part.has_negatives and "negative_1" not in part.transform.columns:
                 line += "; its hard negatives are not used (num_hard_negatives=0)"
             lines.append(line)
         return "\n".join(lines)

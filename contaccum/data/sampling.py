@@ -100,12 +100,11 @@ class EpochSampling:
     def __call__(self, batch: dict[str, list[Any]]) -> dict[str, list[Any]]:
         """Replace the row numbers in the text columns of a batch, {column: values}, by texts.
 
-        Other columns are returned unchanged. A column "label" is added if the batch has the columns
-        "query" and "positive", and `has_text_ids` is True.
+        A column "label" is added if the batch has query and positive, and `has_text_ids` is True.
 
         Raises:
-            ConfigError: for other columns without query or positive, which was renamed or removed:
-                the texts could not be matched to the labels.
+            ConfigError: for other columns without query or positive: the texts could not be matched
+                to the labels.
         """
         text_columns = [name for name in batch if name in self.columns]
         other_columns = {name: batch[name] for name in batch if name not in self.columns}
@@ -142,8 +141,7 @@ class EpochSampling:
     def first_texts(self, numbers: list[int]) -> dict[str, list[str | None]]:
         """Return {column: texts} of rows, the same in every epoch: the first ones of their records.
 
-        These are the query, the row's positive (the first of the record, unless each positive has a
-        row of its own), and the first h negatives; None for a missing negative.
+        A missing negative is None.
         """
         texts: dict[str, list[str | None]] = {name: [] for name in self.columns}
         for record, positive_index in self._read_sources(numbers):
@@ -251,8 +249,7 @@ def text_ids(texts: Iterable[Any]) -> np.ndarray:
 def collect_known_positives(pairs: np.ndarray) -> np.ndarray | None:
     """Return the distinct pairs of all queries that have more than one positive.
 
-    A query with a single positive needs no entry: the positive is in the query's own row. For
-    example, the pairs (1, 5), (2, 6), (2, 7), (2, 6) give [[2, 6], [2, 7]].
+    For example, the pairs (1, 5), (2, 6), (2, 7), (2, 6) give [[2, 6], [2, 7]].
 
     Args:
         pairs: text ids of a query and of one of its positives, int64 (n, 2), in any order.
