@@ -14,9 +14,8 @@ from __future__ import annotations
 
 import hashlib
 import json
-import os
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import asdict, dataclass, field
 from functools import partial
 from itertools import chain
@@ -127,7 +126,7 @@ class MiningQuery(NamedTuple):
     Attributes:
         records: positives (rows) and negatives (texts) of its distinct records, for example
             [([0, 4], ["a text"]), ([2], [])].
-        positives: the positives of its records, and the others that the data have for its text.
+        positives: all positives that the data have for its text.
         excluded: rows of the pool that must not be mined: known positives, passages that share a
             text with one, copies of the query, and negatives that the data list.
     """
@@ -155,10 +154,9 @@ class MiningData:
 
 
 def load_mining_data(
-    source: AnyPath | Iterable[Mapping[str, Any]],
+    source: AnyPath,
     corpus: AnyPath | None = None,
     *,
-    data_format: Any = None,
     split: str = "train",
     on_bad_record: OnBadRecord = "stop",
     columns: Mapping[str, str] | None = None,
@@ -172,10 +170,9 @@ def load_mining_data(
     list are not added to the pool.
 
     Args:
-        source: training data in any format that `read_records` reads; or records in memory, such as
-            a `datasets.Dataset`, each a mapping with the fields of docs/data.md.
+        source: training data in any format that `read_records` reads.
         corpus, corpus_columns: passages and the names of their columns; see `read_passages`.
-        data_format, split, columns, min_score: see `read_records`.
+        split, columns, min_score: see `read_records`.
         on_bad_record: "stop" raises an error at the first bad record, "skip" counts it.
 
     Raises:
@@ -183,11 +180,7 @@ def load_mining_data(
         DataError: for data that cannot be read, no query with a positive, or an empty pool.
     """
     report = RecordReport(on_bad_record)
-    rows_in_memory = None
-    if not isinstance(source, (str, os.PathLike)):
-        rows_in_memory = enumerate(source)
-        source, data_format = "records", "pairs"
-    data_source = RecordSource(source, data_format, split, columns, min_score=min_score)
+    data_source = RecordSource(source, split, columns, min_score)
     if corpus_columns and corpus is None:
         raise ConfigError("corpus_columns: there is no corpus (drop it, or give a corpus)")
     pool_path = data_source.path if data_source.data_format == "beir" else None
@@ -213,13 +206,13 @@ def load_mining_data(
     records_of_query: dict[str, dict[tuple[int, ...], dict[bytes, str]]] = defaultdict(dict)
     positives_of_text: dict[bytes, dict[int, None]] = defaultdict(dict)
     copies: dict[bytes, set[bytes]] = defaultdict(set)
-    for query, positives, negatives in data_source.records(report, rows_in_memory):
-        rows = dict.fromkeys(find_row(Passage("", "", text)) for text in positives)
-        own_negatives = records_of_query[query].setdefault(tuple(rows), {})
+    for query, positives, negatives in data_source.records(report):
+        rows = tuple(dict.fromkeys(find_row(Passage("", "", text)) for text in positives))
+        own_negatives = records_of_query[query].setdefault(rows, {})
         for text in negatives:
             own_negatives.setdefault(_hash_text(text), text)
         text_hash = _hash_text(query)
-        positives_of_text[text_hash] |= rows
+        positives_of_text[text_hash] |= dict.fromkeys(rows)
         copies[text_hash].update([text_hash], own_negatives)
         copies[text_hash].update(*(_hash_forms(documents[row]) for row in rows))
     if pool_path is None:
@@ -236,28 +229,24 @@ def load_mining_data(
         for text_hash in needed.intersection(_hash_forms(passage)):
             rows_of_hash[text_hash].append(row)
     queries = []
-    num_pairs = 0
     for query, negatives_of_record in records_of_query.items():
         text_hash = _hash_text(query)
-        own_positives = dict.fromkeys(chain.from_iterable(negatives_of_record))
-        all_positives = own_positives | positives_of_text[text_hash]
-        num_pairs += len(own_positives)
+        all_positives = positives_of_text[text_hash]
         records = []
-        for positive_rows, texts in negatives_of_record.items():
+        for rows, texts in negatives_of_record.items():
             kept = [
                 text for key, text in texts.items() if row_of_text.get(key) not in all_positives
             ]
-            records.append((list(positive_rows), kept))
+            records.append((list(rows), kept))
         excluded = set(chain.from_iterable(rows_of_hash[each] for each in copies[text_hash]))
         queries.append(MiningQuery(query, records, list(all_positives), sorted(excluded)))
     record = {
         "path": str(source),
-        "format": "records" if rows_in_memory else data_source.data_format,
+        "format": data_source.data_format,
         "split": split,
         "corpus": None if corpus is None else str(corpus),
         "records": report.summary(),
         "queries": len(queries),
-        "pairs": num_pairs,
         "passages": pool_size,
     }
     return MiningData(queries, documents, pool_size, record)

@@ -74,7 +74,6 @@ WITH_PASSAGES = METHODS[:-1]
 Similarity = Literal["cos", "dot"]
 NormalizeBy = Literal["local", "all"]
 DriftCompensationMode = Literal["auto", "none"]
-DataFormat = Literal["beir", "dpr", "tevatron", "pairs", "triplets", "csv", "parquet", "hub"]
 Strategy = Literal["no", "steps", "epoch"]
 
 DEFAULT_BANK_SIZE = 1024
@@ -206,9 +205,6 @@ class DataSettings:
         'A file, a folder or a Hugging Face data set; several: paths or {"path": ...}.',
         is_path=True,
         set_by_fit=True,
-    )
-    data_format: DataFormat | None = option(
-        None, "Format of the data. Default: detected from the content."
     )
     data_columns: list[str] | None = option(
         None, "Names of the data's columns by role: query=question ..."

@@ -26,7 +26,7 @@ def run(argv: Sequence[str]) -> int:
     for name in (args.model, args.cross_encoder):
         if name is not None:
             require_model(name)
-    defaults = {"data_format": args.data_format, "split": args.split, "columns": args.data_columns}
+    defaults = {"split": args.split, "columns": args.data_columns}
     # A list with one set, because --data names a single set.
     [source] = parse_training_sets([args.data], defaults).values()
     settings: dict[str, Any] = {"on_bad_record": args.on_bad_record, **source}

@@ -46,8 +46,6 @@ class Parser(argparse.ArgumentParser):
 
     def add_data_options(self) -> None:
         """Add the options that determine how training data are read."""
-        data_format = "format of the data; default: detected"
-        self.add_argument("--data_format", choices=get_choices("data_format"), help=data_format)
         columns = "column names in the data, such as query=question positive=answer"
         self.add_argument("--data_columns", nargs="+", metavar="ROLE=NAME", help=columns)
 

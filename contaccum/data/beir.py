@@ -162,7 +162,7 @@ def get_positives(dataset: BeirDataset, query_id: str) -> list[str]:
 
 
 def is_beir_folder(path: AnyPath) -> bool:
-    """Return True if a path is a folder with a file corpus.jsonl, plain or gzip."""
+    """Return True for a folder with a file corpus.jsonl, plain or gzip."""
     names = ("corpus.jsonl", "corpus.jsonl.gz")
     return any(os.path.isfile(os.path.join(path, name)) for name in names)
 
@@ -273,23 +273,15 @@ def get_set_name(name_or_path: str) -> str:
 
 
 def get_default_split(name_or_path: AnyPath) -> str:
-    """Return the split of a set that published scores are measured on.
-
-    It is "dev" for MS MARCO, whose test split has only 43 queries, otherwise "test".
-    """
+    """Return the split of published scores: "dev" for MS MARCO, otherwise "test"."""
     return "dev" if get_set_name(os.fspath(name_or_path)) == "msmarco" else "test"
 
 
 def resolve_beir_data(name_or_path: AnyPath) -> Path:
     """Return the folder of a BEIR set; a public set is downloaded if it is not in the cache.
 
-    Args:
-        name_or_path: a folder, which is returned as it is; the name of a public BEIR set; or
-            `cqadupstack/FORUM` for one of the twelve parts of CQADupStack. If a folder and a set
-            have the same name, the folder is used.
-
-    Raises:
-        DataError: if it is neither a folder nor a known name, or the download fails.
+    ``name_or_path`` is a folder, which is returned as it is; else the name of a public BEIR set, or
+    `cqadupstack/FORUM` for one of the twelve parts of CQADupStack.
     """
     folder = Path(name_or_path).expanduser()
     # Path.exists() raises an error for very long names, os.path.exists() does not.

@@ -79,10 +79,7 @@ def read_texts(
 def require_texts(
     corpus: Path, on_bad_record: OnBadRecord = "stop", columns: Columns = None
 ) -> None:
-    """Read the start of a corpus, up to 65,536 texts; raise `DataError` if it cannot be used.
-
-    This takes seconds, so it is done before a model is loaded or a folder is created.
-    """
+    """Read up to 65,536 texts of a corpus, in seconds; raise `DataError` if it cannot be used."""
     next(read_texts(corpus, "document", RecordReport(on_bad_record), columns), None)
 
 

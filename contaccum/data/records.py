@@ -6,12 +6,13 @@
 
 from __future__ import annotations
 
+import json
 import os
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from itertools import compress
 from pathlib import Path
-from typing import Any, Literal, NamedTuple, cast, get_args
+from typing import Any, Literal, NamedTuple
 
 from contaccum.data.beir import (
     OUTSIDE_CORPUS,
@@ -26,7 +27,6 @@ from contaccum.data.rows import (
     RecordReport,
     Rows,
     get_first_value,
-    parse_header,
     parse_id,
     parse_number,
     parse_rows,
@@ -40,19 +40,13 @@ from contaccum.data.rows import (
 )
 from contaccum.errors import ConfigError, DataError, check_choice, closest, one_line, quoted
 from contaccum.files import AnyPath, fingerprint
-from contaccum.settings import DataFormat
 
 Columns = Mapping[str, str] | Sequence[str] | None
 """Names of columns by role, as `parse_columns` takes them."""
 Option = Literal["data_columns", "corpus_columns"]
 
-DATA_FORMATS: tuple[DataFormat, ...] = get_args(DataFormat)
-
 SPLIT_RECORD = "split.json"
 """The file that marks a folder of `contaccum split`, and has its counts."""
-
-_SAVED_DATASET_FILES = ("state.json", "dataset_dict.json")
-"""Files that `save_to_disk` of `datasets` writes, for a dataset and for a dict of splits."""
 
 _HUB_NAME = r"([\w.-]+/)?[\w-]+(\.[0-9][\w.-]*)?(:[\w.-]+)?"
 
@@ -103,10 +97,7 @@ CORPUS_FIELDS = {
 
 
 class Record(NamedTuple):
-    """A query and its passages, each once, in the order of the file.
-
-    Passages are texts, each "title text".
-    """
+    """A query and its passages, each a text "title text" and once, in the order of the file."""
 
     query: str
     positives: list[str]
@@ -126,62 +117,25 @@ class Passage(NamedTuple):
         return passage_text(self.title, self.text)
 
 
-def sniff_format(source: AnyPath, columns: Mapping[str, str] | None = None) -> DataFormat:
-    """Detect the format of training data: a file, a folder, or the name of a dataset on the hub.
+def sniff_format(source: AnyPath) -> str:
+    """Detect the format of a file, a folder, or the name of a dataset on the hub.
 
-    "pairs" is returned for "triplets" too, as both are read in the same way. A table is recognised
-    by the usual names of its columns, or by ``columns``, the names of columns by role.
-
-    Raises:
-        DataError: if the format is unknown, or the file does not exist or is empty.
+    It is "beir", "hub", "parquet", "dpr" (a JSON array), "pairs" (JSON lines), or else "csv".
     """
     path = Path(source)
     if path.is_dir():
         if (path / SPLIT_RECORD).is_file():
             raise DataError(f"{path}: a folder of contaccum split (give {path}/train.jsonl)")
-        if is_beir_folder(path):
-            return "beir"
-        if not _is_saved_dataset(path):
-            expected = ", ".join(("corpus.jsonl", *_SAVED_DATASET_FILES))
-            raise DataError(f"{path}: a folder without any of {expected} (see docs/data.md)")
-    layout, head = _sniff_layout(path)
-    if layout == "pairs" and b'"positive_passages"' in head:
-        return "tevatron"
-    if layout != "csv":
-        return layout
+        return "beir" if is_beir_folder(path) else "hub"
+    if re.fullmatch(_HUB_NAME, str(path)) and not path.exists():
+        return "hub"
+    head = read_head(path)
     if not head:
         raise DataError(f"{path}: is empty, or damaged at its start")
-    known_names = {*(columns or {}).values()}.union(*FIELDS.values())
-    names, _ = parse_header(head)
-    if not known_names.isdisjoint(names):
-        return "csv"
-    missing = f"there is no column {quoted(', '.join(columns.values()))}; " if columns else ""
-    first_line = head.decode("utf-8", "replace").partition("\n")[0]
-    raise DataError(
-        f"{path}: neither JSON nor a table in UTF-8 with a header of known column names; {missing}"
-        f"it starts with {quoted(first_line, 200)} (give it a header, such as query,positive, or "
-        "name its columns with --data_columns)"
-    )
-
-
-def _sniff_layout(path: Path) -> tuple[DataFormat, bytes]:
-    """Return how a file or dataset is read, and the start of a file.
-
-    The layout is "hub", "parquet", "dpr" (a JSON array), "pairs" (JSON lines) or "csv".
-    """
-    is_hub_name = re.fullmatch(_HUB_NAME, str(path)) is not None and not path.exists()
-    if path.is_dir() or is_hub_name:
-        return "hub", b""
-    head = read_head(path)
-    starts: dict[bytes, DataFormat] = {PARQUET_MAGIC: "parquet", b"[": "dpr", b"{": "pairs"}
-    for start, layout in starts.items():
+    for start, data_format in ((PARQUET_MAGIC, "parquet"), (b"[", "dpr"), (b"{", "pairs")):
         if head.startswith(start):
-            return layout, head
-    return "csv", head
-
-
-def _is_saved_dataset(path: Path) -> bool:
-    return any((path / name).exists() for name in _SAVED_DATASET_FILES)
+            return data_format
+    return "csv"
 
 
 def _read_rows(
@@ -228,7 +182,7 @@ def _load_dataset(path: Path, data_format: str, split: str | None) -> Any:
             return datasets.load_dataset(
                 "parquet", data_files=source, split="train", streaming=True, batch_size=1000
             )
-        if _is_saved_dataset(path):
+        if path.is_dir():
             loaded = datasets.load_from_disk(source)
         else:
             name, _, config = source.partition(":")
@@ -237,7 +191,7 @@ def _load_dataset(path: Path, data_format: str, split: str | None) -> Any:
         message = f"cannot be loaded as a Hugging Face dataset: {str(error)[:300]}"
         if not path.exists():
             message = f"no such file or folder, and it {message}"
-        raise DataError(f"{source}: {message}") from error
+        raise DataError(f"{source}: {message} (see docs/data.md)") from error
     if not isinstance(loaded, dict):
         return loaded
     splits = list(loaded)
@@ -253,7 +207,6 @@ def _load_dataset(path: Path, data_format: str, split: str | None) -> Any:
 
 def read_records(
     path: AnyPath,
-    data_format: DataFormat | None = None,
     split: str = "train",
     columns: Mapping[str, str] | None = None,
     report: RecordReport | None = None,
@@ -264,7 +217,6 @@ def read_records(
     Args:
         path: a file, plain or gzip (parquet: plain), a folder, or the name of a Hugging Face
             dataset; see docs/data.md.
-        data_format: one of `DATA_FORMATS`; None: detected from the content.
         split: split of a BEIR folder, or of a Hugging Face dataset; ignored for a file.
         columns: {role: column name} for names that are not among those of `FIELDS`.
         report: receives the counts of used and bad records; None: an error at the first bad record.
@@ -272,11 +224,11 @@ def read_records(
             counted. None: scores of pairs are not read.
 
     Raises:
-        ConfigError: for an unknown format, or settings that the format does not have.
+        ConfigError: for settings that the format does not have.
         DataError: for a format that cannot be detected, and during reading for a source or a record
             that cannot be used.
     """
-    source = RecordSource(path, data_format, split, columns, min_score=min_score)
+    source = RecordSource(path, split, columns, min_score)
     return source.records(report or RecordReport())
 
 
@@ -290,15 +242,13 @@ class RecordSource:
     def __init__(
         self,
         path: AnyPath,
-        data_format: str | None = None,
         split: str = "train",
         columns: Columns = None,
         min_score: float | None = None,
     ) -> None:
-        check_choice("data_format", data_format, (None, *DATA_FORMATS))
         self.path = Path(os.path.expanduser(path))
         self._columns = parse_columns(columns)
-        self.data_format = cast(DataFormat, data_format or sniff_format(self.path, self._columns))
+        self.data_format = sniff_format(self.path)
         self._split = split
         self._min_score = min_score
         self._first_record: Record | None = None
@@ -311,11 +261,8 @@ class RecordSource:
                 f"{self.path}: BEIR data have no fields for data_columns or min_score"
             )
 
-    def records(self, report: RecordReport, rows: Rows | None = None) -> Iterator[Record]:
-        """Yield every record that can be used, and count the others in the report.
-
-        ``rows`` are numbered rows in memory, which replace those of the file.
-        """
+    def records(self, report: RecordReport) -> Iterator[Record]:
+        """Yield every record that can be used, and count the others in the report."""
         if self.data_format == "beir":
             dataset = load_beir_folder(self.path, self._split, report=report)
             report.leave_out(self.path, OUTSIDE_CORPUS, len(dataset.list_missing_documents()))
@@ -328,9 +275,7 @@ class RecordSource:
                     self._first_record = self._first_record or record
                     yield record
             return
-        rows = rows or _read_rows(
-            self.path, self.data_format, self._split, self._columns, "data_columns"
-        )
+        rows = _read_rows(self.path, self.data_format, self._split, self._columns, "data_columns")
         num_matches = 0
         roles_of_numbers = {"query", "positives", "negatives"}
         for parsed in parse_rows(self.path, rows, self._parse, report):
@@ -523,7 +468,7 @@ def _make_missing_field_fault(
 def _parse_passages(value: Any, field_name: str, title: str = "") -> list[str]:
     """Return the passages of a field: a text, an object {"title", "text"}, or a list of these.
 
-    ``title`` is the title of the passages that are texts. Raises `Fault` for other values.
+    ``title`` is the title of the passages that are texts.
     """
     passages: list[str] = []
     for item in value if isinstance(value, list) else [value]:
@@ -555,16 +500,13 @@ def _is_number(value: Any) -> bool:
 
 
 def parse_columns(columns: Columns, option: Option = "data_columns") -> dict[str, str]:
-    """Return column names by role.
+    """Return column names by role; raises `ConfigError` for what cannot be used.
 
     Args:
-        columns: a mapping, or a list of words ``ROLE=NAME``; None: no columns.
+        columns: a mapping, a list of words ``ROLE=NAME``, or a list of one mapping as JSON text;
+            None: no columns.
         option: "data_columns" for the roles of `FIELDS`, "corpus_columns" for those of
             `CORPUS_FIELDS`.
-
-    Raises:
-        ConfigError: for a role that does not exist or has several columns, or words of another
-            form.
     """
     if not columns:
         return {}
@@ -573,6 +515,8 @@ def parse_columns(columns: Columns, option: Option = "data_columns") -> dict[str
     try:
         if isinstance(columns, Mapping):
             pairs = list(columns.items())
+        elif columns[0].startswith("{"):  # a mapping of the settings, as text
+            pairs = list(json.loads(columns[0]).items())
         else:
             pairs = [word.split("=", 1) for word in columns]
         name_by_role = dict(pairs)
@@ -599,21 +543,15 @@ def read_passages(
     Args:
         path: a BEIR folder; a file of JSON lines, or with a JSON array; a table with a header, as
             DPR publishes it; a parquet file; or a Hugging Face dataset. Text files may be gzip.
-        report: receives the counts of used and bad records.
+        report: receives the counts of used and bad records, or raises `DataError` for them.
         may_be_blank: True to yield passages without title and text, which published sets have;
             False: they are bad records.
-        columns: {role: column name} for names that are not among those of `CORPUS_FIELDS`; see
-            `parse_columns`.
-
-    Raises:
-        ConfigError: for columns that cannot be used.
-        DataError: for a corpus that cannot be read, or a bad record under "stop".
+        columns: {role: column name} for names that are not among those of `CORPUS_FIELDS`.
     """
     columns = parse_columns(columns, "corpus_columns")
     path = Path(os.path.expanduser(path))
     if is_beir_folder(path):
         path = find_beir_file(path, "corpus.jsonl")
-    layout, _ = _sniff_layout(path)
     names = _list_names(CORPUS_FIELDS, columns)
 
     def parse_passage(row: Mapping[str, Any]) -> Passage:
@@ -628,5 +566,5 @@ def read_passages(
             raise Fault("empty passage", quoted(passage.id))
         return passage
 
-    rows = _read_rows(path, layout, None, columns, "corpus_columns")
+    rows = _read_rows(path, sniff_format(path), None, columns, "corpus_columns")
     return parse_rows(path, rows, parse_passage, report)

@@ -104,11 +104,8 @@ class RecordReport:
 
     def restore(self, state: Mapping[str, Any]) -> None:
         """Set the counts to those of another report, given as its `vars` (from JSON)."""
-        self.by_file = Counter(state["by_file"])
-        self.repeated = Counter(state["repeated"])
-        self.reported = state["reported"]
-        self.by_reason = Counter(state["by_reason"])
-        self.first = state["first"]
+        for name, value in state.items():
+            setattr(self, name, Counter(value) if isinstance(value, dict) else value)
 
     def summary(self) -> str:
         """Return one line: the records of each file, and how many were used, left out, and why."""
@@ -131,18 +128,11 @@ class RecordReport:
 def parse_rows(
     path: AnyPath, rows: Rows, parse: Callable[[Any], T], report: RecordReport
 ) -> Iterator[T]:
-    """Yield the parsed rows of a file, without bad records.
+    """Yield the parsed rows of a file, without bad records, but at least one.
 
-    Memory holds a hash of 8 bytes for each, which counts repeated records.
-
-    Args:
-        path: the file, for messages.
-        parse: a function that parses a row, or raises `Fault`; None: a setting leaves the row out.
-        report: counts go here, unless it has counted the same file before; its `on_bad_record`
-            decides about bad records.
-
-    Raises:
-        DataError: at a bad record under "stop", or if no record can be used.
+    Memory holds a hash of 8 bytes for each, which counts repeated records. ``parse`` returns None
+    for a row that a setting leaves out. ``report`` receives the counts, unless it has counted the
+    same file before.
     """
     if str(path) in report.by_file:
         report = RecordReport(report.on_bad_record)

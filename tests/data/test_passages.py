@@ -88,15 +88,6 @@ def test_columns_of_a_corpus_may_have_other_names(tmp_path, name, columns):
         list(read_passages(path, RecordReport(), columns=wrong))
 
 
-@pytest.mark.parametrize("on_bad_record", ["stop", "skip"])
-def test_the_first_documents_of_a_corpus_with_titles_may_have_none(tmp_path, on_bad_record):
-    rows = [{"id": 1, "text": "a"}, {"id": 2, "text": "b"}, {"id": 3, "text": "c", "heading": "C"}]
-    path = put(tmp_path / "a.json", json.dumps(rows))
-    report = RecordReport(on_bad_record)
-    passages = list(read_passages(path, report, columns=["title=heading"]))
-    assert passages == [Passage("1", "", "a"), Passage("2", "", "b"), Passage("3", "C", "c")]
-
-
 def test_a_role_that_a_corpus_does_not_have_is_refused(tmp_path):
     path = put_lines(tmp_path / "a.jsonl", *ROWS)
     with pytest.raises(ConfigError, match="corpus_columns: a role must be one of id, text, title"):
