@@ -340,7 +340,7 @@ class Grouping(NamedTuple):
 
 def group_records(
     records: Sequence[Record],
-    test: BeirDataset | None,
+    test_texts: Iterable[str] = (),
     by_query: bool = False,
     documents: Iterable[Passage] = (),
     show_progress: bool = False,
@@ -348,7 +348,7 @@ def group_records(
     """Group the records that are linked.
 
     Args:
-        test: a test set that the data came with.
+        test_texts: the texts of a test set that the data came with.
         by_query: True to link records by queries alone, so that a held-out query may have passages
             in training. A passage that is a query too, or nearly so, counts as a query.
         documents: the corpus, whose documents link passages with and without their title.
@@ -364,12 +364,7 @@ def group_records(
         query = get_number(record.query)
         if not by_query:
             links += [(query, get_number(positive)) for positive in record.positives]
-    test_texts = set()
-    if test is not None:
-        for query_id, query_text in test.queries.items():
-            test_texts.add(get_number(query_text))
-            if not by_query:
-                test_texts.update(map(get_number, get_positives(test, query_id)))
+    numbers_of_test = set(map(get_number, test_texts))
     if by_query:
         passages = [positive for record in records for positive in record.positives]
         passages_like_queries = find_near_duplicates(passages, text_numbers)
@@ -406,7 +401,7 @@ def group_records(
         group_of_record,
         queries_of_group={group: len(members) for group, members in queries.items()},
         key_of_group=key_of_group,
-        groups_of_test={groups[text] for text in test_texts},
+        groups_of_test={groups[number] for number in numbers_of_test},
         num_near_duplicates=num_near_duplicates,
     )
 
@@ -420,5 +415,5 @@ def group_queries(dataset: BeirDataset) -> dict[str, int]:
     records = []
     for query_id, text in dataset.queries.items():
         records.append(Record(text, get_positives(dataset, query_id), negatives=[]))
-    groups = group_records(records, None).group_of_record
+    groups = group_records(records).group_of_record
     return dict(zip(dataset.queries, groups, strict=True))

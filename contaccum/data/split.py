@@ -274,14 +274,28 @@ def split_data(
         given_documents = list(read_texts(path, "document", report, corpus_columns))
     documents = given_documents or []
 
-    by_query = own_test is not None and _shares_passages(records, own_test)
-    grouping = group_records(records, own_test, by_query, documents, show_progress)
-    sizes = _choose_sizes(data.path, grouping, settings, own_test)
+    test_records = []
+    if own_test is not None:
+        for query_id, query in own_test.queries.items():
+            test_records.append(Record(query, get_positives(own_test, query_id), negatives=[]))
+    by_query = _shares_passages(records, test_records)
+    test_texts = []
+    for record in test_records:
+        test_texts += [record.query] if by_query else [record.query, *record.positives]
+    grouping = group_records(records, test_texts, by_query, documents, show_progress)
+    sizes = _choose_sizes(data.path, grouping, settings)
+    if own_test is not None:
+        sizes["test"] = 0
     sides, num_folds = assign_sides(data.path, records, grouping, sizes, settings)
-    parts: dict[str, list[Record]] = {"train": [], "dev": [], "test": [], "left out": []}
+    parts: dict[str, list[Record]] = {
+        "train": [],
+        "dev": [],
+        "test": test_records,
+        "left out": [],
+    }
     for record, side in zip(records, sides, strict=True):
         parts[side].append(record)
-    held_out = find_held_out(parts, documents, own_test, show_progress)
+    held_out = find_held_out(parts, documents, show_progress)
     training_records = []
     for record in parts["train"]:
         negatives = [text for text in record.negatives if normalise(text) not in held_out]
@@ -342,19 +356,16 @@ def read_split(folder: AnyPath) -> Split:
 # Sides --------------------------------------------------------------------------------------------
 
 
-def _shares_passages(records: Sequence[Record], test: BeirDataset) -> bool:
+def _shares_passages(records: Iterable[Record], test_records: Sequence[Record]) -> bool:
     training_positives = _collect_positives(records)
     num_shared = 0
-    for query_id in test.queries:
-        test_positives = map(normalise, get_positives(test, query_id))
-        num_shared += not training_positives.isdisjoint(test_positives)
-    return num_shared > _MAX_SHARED_QUERIES * len(test.queries)
+    for record in test_records:
+        num_shared += not training_positives.isdisjoint(map(normalise, record.positives))
+    return num_shared > _MAX_SHARED_QUERIES * len(test_records)
 
 
-def _choose_sizes(
-    source: AnyPath, grouping: Grouping, settings: SplitSettings, own_test: BeirDataset | None
-) -> dict[str, int]:
-    """Return the number of dev and test queries; that of test is 0 if the data have a test set."""
+def _choose_sizes(source: AnyPath, grouping: Grouping, settings: SplitSettings) -> dict[str, int]:
+    """Return the number of queries to hold out for dev and test."""
     candidates = grouping.queries_of_group.keys() - grouping.groups_of_test
     num_queries = grouping.count_queries(candidates)
     if num_queries < LEAST_QUERIES:
@@ -366,13 +377,6 @@ def _choose_sizes(
     for side, (share, largest) in DEFAULT_SIZES.items():
         size = getattr(settings, side) or min(largest, share * num_queries)
         sizes[side] = max(1, round(size * num_queries if size < 1 else size))
-    if own_test is not None:
-        sizes["test"] = 0
-    if sum(sizes.values()) >= num_queries:
-        raise ConfigError(
-            f"{source}: {sizes['dev']:,} dev and {sizes['test']:,} test queries of "
-            f"{num_queries:,} leave none to train on"
-        )
     return sizes
 
 
@@ -512,7 +516,7 @@ def choose_known_queries(
             passages have known queries; and the number of folds whose test set has at least half as
             many queries as wanted.
     """
-    grouping = group_records(records, None, by_query=True)
+    grouping = group_records(records, by_query=True)
     passages: dict[int, set[str]] = {}
     for record, group in zip(records, grouping.group_of_record, strict=True):
         passages.setdefault(group, set()).update(map(normalise, record.positives))
@@ -573,19 +577,15 @@ def choose_known_queries(
 def find_held_out(
     parts: Mapping[str, Sequence[Record]],
     documents: Sequence[Passage],
-    test: BeirDataset | None,
     show_progress: bool = False,
 ) -> set[str]:
     """Return the normalised texts that must not be negatives in training.
 
-    These are the queries and positives of dev, test and the data's own ``test`` set, and their
-    copies and near-duplicates among hard negatives and documents. Positives of training records are
-    never among them: known queries have some of these too.
+    These are the queries and positives of dev and test, and their copies and near-duplicates among
+    hard negatives and documents. Positives of training records are never among them: known queries
+    have some of these too.
     """
     held_out_records = [*parts["dev"], *parts["test"]]
-    if test is not None:
-        for query_id, query in test.queries.items():
-            held_out_records.append(Record(query, get_positives(test, query_id), negatives=[]))
     held_out = _collect_positives(held_out_records)
     held_out.update(normalise(record.query) for record in held_out_records)
     training_positives = _collect_positives(parts["train"])
