@@ -178,7 +178,7 @@ def find_near_duplicates(
     """Return the texts that are near-duplicates of one of the references."""
     sketches_of_references = _make_sketches(list(references))
     distinct_texts = list(set(texts))
-    found = set()
+    found: set[str] = set()
     starts = range(0, len(distinct_texts), _TEXTS_PER_BLOCK)  # limits the memory
     for start in tqdm(starts, desc="held-out texts", leave=False, disable=not show_progress):
         block = distinct_texts[start : start + _TEXTS_PER_BLOCK]

@@ -23,7 +23,6 @@ from contaccum.evaluation.evaluator import RetrievalEvaluator
 from contaccum.experiments.folds import Pairs
 from contaccum.retrieval.bm25 import fuse_runs
 
-SIDES = ("train", "dev", "test")
 NOUNS = "cell gene mouse virus protein tissue artery neuron tumour enzyme".split()  # noqa: SIM905
 VERBS = "inhibits promotes regulates requires destroys expresses transports".split()  # noqa: SIM905
 
@@ -78,31 +77,8 @@ def break_corpus(folder: Path) -> None:
         file.write("{broken\n")
 
 
-def make_claims_with_repeats() -> list[dict[str, str]]:
-    """Return claims of SciFact with abstracts, and near-copies of a sixth of the claims."""
-    dataset = load_beir_folder(shipped_scifact(), "train")
-    records = []
-    for query_id, judgements in dataset.qrels.items():
-        for document_id in judgements:
-            positive = " ".join(dataset.corpus[document_id].values())
-            records.append({"query": dataset.queries[query_id], "positive": positive})
-    generator = random.Random(1)
-    for number, record in enumerate(generator.sample(records, len(records) // 6)):
-        query = record["query"]
-        repeats = (query.upper(), "  " + query.replace(" ", "\t"), f"{query} indeed")
-        # The passage differs, so that only the query links the two records.
-        records.append({"query": repeats[number % 3], "positive": make_claim(generator, 60)})
-    generator.shuffle(records)
-    return records
-
-
 def normalise_text(text: str) -> str:
     return " ".join(text.lower().split())
-
-
-def collect_relevant_ids(qrels: dict[str, dict[str, int]]) -> set[str]:
-    """Return the ids of all judged documents; the tests judge only relevant ones."""
-    return set().union(*qrels.values())
 
 
 def read_sides(folder: Path) -> dict[str, SideTexts]:
@@ -114,7 +90,7 @@ def read_sides(folder: Path) -> dict[str, SideTexts]:
         sides["train"].passages.extend([positives] if isinstance(positives, str) else positives)
     for side in ("dev", "test"):
         dataset = load_beir_folder(folder / side, "test")
-        relevant = collect_relevant_ids(dataset.qrels)
+        relevant = set().union(*dataset.qrels.values())
         passages = [" ".join(dataset.corpus[name].values()).strip() for name in relevant]
         sides[side] = SideTexts(list(dataset.queries.values()), passages)
     return sides
@@ -143,47 +119,6 @@ def assert_no_near_copies_between_sides(sides: dict[str, SideTexts], field: str)
                 assert len(words & other_words) < 0.9 * len(words | other_words)
 
 
-@pytest.fixture(scope="module")
-def planted(tmp_path_factory) -> tuple[Path, list[dict[str, str]]]:
-    """Return a folder with a split of claims with repeats, and the records of the claims."""
-    folder = tmp_path_factory.mktemp("planted")
-    records = make_claims_with_repeats()
-    split_records(folder, records, future="new")
-    return folder / "split", records
-
-
-def test_no_text_is_on_two_sides(planted):
-    """A sixth of the claims are repeated in the data."""
-    folder, records = planted
-    sides = read_sides(folder)
-    assert_no_near_copies_between_sides(sides, "queries")
-    assert_no_near_copies_between_sides(sides, "passages")
-    split = read_split(folder)
-    num_queries = len({normalise_text(record["query"]) for record in records})
-    assert split.train + split.dev + split.test == num_queries  # nothing is lost
-    # The word "indeed" makes a near-duplicate of a third of the repeated claims.
-    assert split.near_duplicates > 30
-    assert split.dev == pytest.approx(0.1 * num_queries, abs=3)
-    assert split.test == pytest.approx(0.2 * num_queries, abs=3)
-    for side in ("dev", "test"):  # they are searched among other passages too
-        dataset = load_beir_folder(folder / side, "test")
-        texts = {document["text"].lower() for document in dataset.corpus.values()}
-        assert len(texts) == len(dataset.corpus) > 3 * len(collect_relevant_ids(dataset.qrels))
-
-
-def test_the_same_records_in_another_order_give_the_same_split(planted, tmp_path):
-    folder, records = planted
-    split = split_records(tmp_path, records[::-1], future="new")
-    assert split.fingerprint == read_split(folder).fingerprint
-    sides, sides_of_original = read_sides(tmp_path / "split"), read_sides(folder)
-    for side in SIDES:
-        for texts, original in zip(sides[side], sides_of_original[side], strict=True):
-            assert set(map(normalise_text, texts)) == set(map(normalise_text, original))
-    other = split_records(tmp_path, records[::-1], name="other", seed=1, future="new")
-    assert other.fingerprint != split.fingerprint
-    assert set(read_sides(tmp_path / "other")["test"].queries) != set(sides["test"].queries)
-
-
 def make_questions_about_passages() -> list[dict[str, Any]]:
     """Return three questions about each of 100 passages, and near-copies of every fifteenth one.
 
@@ -208,7 +143,7 @@ def make_questions_about_passages() -> list[dict[str, Any]]:
 
 @pytest.mark.parametrize(
     ("future", "known_share", "has_corpus"),
-    [("known", 1.0, True), ("both", 0.5, True), (None, 0.5, False)],
+    [("known", 1.0, True), ("both", 0.5, True), (None, 0.5, False), ("new", 0.0, False)],
 )
 def test_no_query_is_on_two_sides_whatever_documents_are_known(
     tmp_path, future, known_share, has_corpus
@@ -221,6 +156,8 @@ def test_no_query_is_on_two_sides_whatever_documents_are_known(
     split = split_records(tmp_path, records, corpus or None, future=future)
     sides = read_sides(tmp_path / "split")
     assert_no_near_copies_between_sides(sides, "queries")
+    if future == "new":
+        assert_no_near_copies_between_sides(sides, "passages")
     negatives = set(collect_training_negatives(tmp_path / "split"))
     for query in sides["dev"].queries + sides["test"].queries:
         assert f"{query.removeprefix('so ').removesuffix(' indeed')}, now" not in negatives
@@ -238,7 +175,7 @@ def test_no_query_is_on_two_sides_whatever_documents_are_known(
         is_new = [passages_of_query[query].isdisjoint(training_passages) for query in queries]
         assert sum(is_known) == split.known[side] == pytest.approx(known_share * size, abs=5)
         assert sum(is_new) == size - split.known[side]
-        if future != "known":
+        if future in (None, "both"):
             folder = tmp_path / "split" / side
             known, new = load_beir_folder(folder, "known"), load_beir_folder(folder, "new")
             assert len(known.qrels) == split.known[side]
@@ -250,6 +187,9 @@ def test_no_query_is_on_two_sides_whatever_documents_are_known(
     assert again.fingerprint == split.fingerprint
     for side, texts in read_sides(tmp_path / "again").items():
         assert sorted(texts.queries) == sorted(sides[side].queries)
+    other = split_records(tmp_path, records, corpus or None, "other", future=future, seed=1)
+    assert other.fingerprint != split.fingerprint
+    assert set(read_sides(tmp_path / "other")["test"].queries) != set(sides["test"].queries)
 
 
 @pytest.mark.parametrize("future", ["known", "both"])
@@ -336,23 +276,6 @@ def test_a_large_group_stays_on_one_side(tmp_path):
         split_records(tmp_path, chain)
     split_records(tmp_path, chain + make_pairs(100, 1), future="new")
     assert set(passages).isdisjoint(read_sides(tmp_path / "split")["test"].passages)
-
-
-def test_held_out_positives_are_no_hard_negatives_in_training(tmp_path):
-    records = make_pairs(40)
-    for number, record in enumerate(records):
-        next_record = records[(number + 1) % len(records)]
-        record["negatives"] = [next_record["positive"].upper(), f"never {number}"]
-    split_records(tmp_path, records)
-    sides = read_sides(tmp_path / "split")
-    held_out = set(sides["dev"].passages + sides["test"].passages)
-    num_left_out = 0
-    for row in read_lines(tmp_path / "split" / "train.jsonl"):
-        negatives = row["negatives"]
-        assert held_out.isdisjoint(map(str.lower, negatives))
-        assert negatives[-1].startswith("never")
-        num_left_out += 2 - len(negatives)
-    assert num_left_out > 0
 
 
 def test_dev_and_test_are_searched_in_the_whole_corpus(tmp_path):
@@ -673,13 +596,18 @@ def test_counts_name_the_file_of_the_records_and_repeated_records(tmp_path, caps
         assert summary == f"a: 56 records in {train_file} (28 repeated): 56 used, 0 left out"
 
 
-def test_training_corpus_lacks_what_only_held_out_queries_need(tmp_path):
-    """It has all documents except positives of dev and test that no training claim has."""
+def test_dev_of_scifact_is_like_its_test_set_and_its_documents_are_no_negatives(tmp_path):
+    """Test claims share abstracts with training claims, so dev claims must do so too.
+
+    The training corpus lacks the positives of dev and test that no training claim has.
+    """
     split = split_data(RecordSource(shipped_scifact()), tmp_path / "split")
+    assert (split.dev, split.test, split.known) == (72, 300, {"dev": 35, "test": 129})
     training_corpus = set()
     for row in read_lines(tmp_path / "split" / "corpus.jsonl"):
         training_corpus.add(normalise_text(f"{row['title']} {row['text']}"))
     sides = read_sides(tmp_path / "split")
+    assert_no_near_copies_between_sides(sides, "queries")
     training = set(map(normalise_text, sides["train"].passages))
     held_out = set(map(normalise_text, sides["dev"].passages + sides["test"].passages))
     assert len(held_out - training) > 100
@@ -687,19 +615,6 @@ def test_training_corpus_lacks_what_only_held_out_queries_need(tmp_path):
     whole = {normalise_text(f"{row['title']} {row['text']}") for row in whole_corpus}
     assert training <= training_corpus == whole - (held_out - training)
     assert split.documents["train"] == len(training_corpus)
-
-
-@pytest.mark.long
-def test_dev_is_held_out_as_the_test_set_of_scifact_is(tmp_path):
-    """Its test claims share abstracts with training claims, so dev claims must do so too."""
-    split = split_data(RecordSource(shipped_scifact()), tmp_path / "split")
-    assert split.known["test"] == 129
-    assert split.test == 300
-    sides = read_sides(tmp_path / "split")
-    assert_no_near_copies_between_sides(sides, "queries")
-    dev_passages = set(sides["dev"].passages)
-    shared_passages = dev_passages.intersection(sides["train"].passages)
-    assert len(shared_passages) > 0.2 * len(dev_passages)
 
 
 def test_the_command_prints_the_sizes_and_train_reads_the_split(tmp_path, capsys):
@@ -738,7 +653,7 @@ def test_queries_that_share_a_passage_or_nearly_a_text_are_one_group(tmp_path):
         (make_pairs(40), [], ["--fold=-1"], "fold=-1"),
         (make_pairs(40), [], ["--future=past"], "--future"),
         (make_pairs(40), [], ["--future=known"], "on known documents: 0 have only"),
-        (make_pairs(40), [], ["--dev=20", "--test=20"], "leave none to train on"),
+        (make_pairs(40), [], ["--dev=20", "--test=20"], "train would be empty"),
         (make_pairs(40), [{"_id": "1", "text": text} for text in "ab"], [], "occurs again"),
     ],
 )
