@@ -64,6 +64,12 @@ def test_exactly_the_near_duplicates_are_found_among_texts_of_up_to_128_grams(se
         assert find_near_duplicates([text], references) == ({text} if is_near else set())
 
 
+def test_near_duplicates_are_found_in_each_of_several_blocks_of_texts():
+    generator = random.Random(0)
+    texts = [" ".join(make_words(generator, 6)) for _ in range(5000)]
+    assert find_near_duplicates(texts, [f"{text}!" for text in texts[::50]]) == set(texts[::50])
+
+
 def test_similarities_of_long_texts_are_estimated():
     """Two thirds of the 5-grams are in both, then nine tenths."""
     generator = random.Random(0)
