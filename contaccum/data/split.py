@@ -283,9 +283,7 @@ def split_data(
     for record in test_records:
         test_texts += [record.query] if by_query else [record.query, *record.positives]
     grouping = group_records(records, test_texts, by_query, documents, show_progress)
-    sizes = _choose_sizes(data.path, grouping, settings)
-    if own_test is not None:
-        sizes["test"] = 0
+    sizes = _choose_sizes(data.path, grouping, settings, own_test is not None)
     sides, num_folds = assign_sides(data.path, records, grouping, sizes, settings)
     parts: dict[str, list[Record]] = {
         "train": [],
@@ -364,7 +362,9 @@ def _shares_passages(records: Iterable[Record], test_records: Sequence[Record]) 
     return num_shared > _MAX_SHARED_QUERIES * len(test_records)
 
 
-def _choose_sizes(source: AnyPath, grouping: Grouping, settings: SplitSettings) -> dict[str, int]:
+def _choose_sizes(
+    source: AnyPath, grouping: Grouping, settings: SplitSettings, has_own_test: bool
+) -> dict[str, int]:
     """Return the number of queries to hold out for dev and test."""
     candidates = grouping.queries_of_group.keys() - grouping.groups_of_test
     num_queries = grouping.count_queries(candidates)
@@ -377,6 +377,13 @@ def _choose_sizes(source: AnyPath, grouping: Grouping, settings: SplitSettings) 
     for side, (share, largest) in DEFAULT_SIZES.items():
         size = getattr(settings, side) or min(largest, share * num_queries)
         sizes[side] = max(1, round(size * num_queries if size < 1 else size))
+    if has_own_test:
+        sizes["test"] = 0
+    if sum(sizes.values()) >= num_queries:
+        raise ConfigError(
+            f"{source}: {sizes['dev']:,} dev and {sizes['test']:,} test queries of "
+            f"{num_queries:,} leave none to train on"
+        )
     return sizes
 
 

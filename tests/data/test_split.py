@@ -653,7 +653,7 @@ def test_queries_that_share_a_passage_or_nearly_a_text_are_one_group(tmp_path):
         (make_pairs(40), [], ["--fold=-1"], "fold=-1"),
         (make_pairs(40), [], ["--future=past"], "--future"),
         (make_pairs(40), [], ["--future=known"], "on known documents: 0 have only"),
-        (make_pairs(40), [], ["--dev=20", "--test=20"], "train would be empty"),
+        (make_pairs(40), [], ["--dev=20", "--test=20"], "leave none to train on"),
         (make_pairs(40), [{"_id": "1", "text": text} for text in "ab"], [], "occurs again"),
     ],
 )
