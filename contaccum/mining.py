@@ -176,7 +176,7 @@ def load_mining_data(
         on_bad_record: "stop" raises an error at the first bad record, "skip" counts it.
 
     Raises:
-        ConfigError: for an unknown format, or settings that the format does not have.
+        ConfigError: for settings that the format does not have.
         DataError: for data that cannot be read, no query with a positive, or an empty pool.
     """
     report = RecordReport(on_bad_record)

@@ -150,7 +150,7 @@ def load_training_data(
             records, and "drop" leaves the record out.
 
     Raises:
-        ConfigError: for an unknown format, or settings that cannot work together.
+        ConfigError: for settings that cannot work together.
         DataError: for data or a cache that cannot be used, or if no row or no negative is left.
     """
     import pyarrow as pa
