@@ -1,22 +1,21 @@
 """Hard negatives: passages that score high for a query and are not known to be relevant.
 
 `load_mining_data` reads queries, their known positives and the passages to search.
-`mine_hard_negatives` ranks the passages for each query by a model or by BM25, drops those that are
-known to be relevant, scores the rest again by a cross-encoder if there is one, and applies
-`SelectionRules`. `write_mined` writes the result as training data.
+`mine_hard_negatives` ranks the passages for each query by a model or by BM25, scores the best again
+by a cross-encoder if there is one, and applies `SelectionRules`. `write_mined` writes the result as
+training data.
 
 The rules and their names are those of sentence-transformers' `mine_hard_negatives`. That function
 itself is not used: it has no BM25, and it would mine copies of a positive that differ in spelling,
-title or id. docs/mining.md explains the rules.
+title or id.
 """
 
 from __future__ import annotations
 
 import hashlib
 import json
-import os
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import asdict, dataclass, field
 from functools import partial
 from itertools import chain
@@ -26,13 +25,12 @@ from typing import Any, Literal, NamedTuple
 import numpy as np
 from tqdm.auto import tqdm
 
-from contaccum.data import Passage, RecordReport, load_beir_folder, read_passages
-from contaccum.data.beir import OUTSIDE_CORPUS
+from contaccum.data import Passage, RecordReport, read_passages
 from contaccum.data.near_duplicates import normalise
 from contaccum.data.records import Columns, RecordSource
 from contaccum.data.rows import OnBadRecord
 from contaccum.errors import ConfigError, DataError, UserError, check_choice
-from contaccum.files import AnyPath, Fingerprint, require_writable, write_json, write_text
+from contaccum.files import AnyPath, require_writable, write_json, write_text
 from contaccum.retrieval import bm25
 
 CROSS_ENCODER_MARGIN = 3.0
@@ -42,8 +40,8 @@ _CANDIDATES_PER_NEGATIVE = 10  # as in sentence-transformers
 _QUERIES_PER_SEARCH = 4096  # each search reads the whole pool, and holds all of its results
 
 Ranking = tuple[np.ndarray, np.ndarray, np.ndarray]
-"""The k best passages of the pool for one query, known ones included: their scores, float32 (k,),
-descending, and rows, int64 (k,); and the scores of `MiningQuery.known`, float32 (p,)."""
+"""The k best passages of the pool for one query, excluded ones among them: their scores, float32
+(k,), descending, and rows, int64 (k,); and the scores of the query's p positives, float32 (p,)."""
 
 
 def _define_rule(default: Any, help_text: str, value_type: type = float, **metadata: Any) -> Any:
@@ -126,19 +124,16 @@ class MiningQuery(NamedTuple):
     """A query and its passages, which are named by their rows in `MiningData.documents`.
 
     Attributes:
-        records: positives and negatives of its distinct records, for example [([0, 4], [7]), ([2],
-            [])] for a query with two. Known positives are no negatives. Each judgement of a BEIR
-            folder is a record.
-        positives: the positives of its records, and the others that the data have for its text.
-        known: the positives, and then the negatives of its records, each once.
+        records: positives (rows) and negatives (texts) of its distinct records, for example
+            [([0, 4], ["a text"]), ([2], [])].
+        positives: all positives that the data have for its text.
         excluded: rows of the pool that must not be mined: known positives, passages that share a
-            text or id with one, copies of the query, and negatives that the data list.
+            text with one, copies of the query, and negatives that the data list.
     """
 
     text: str
-    records: list[tuple[list[int], list[int]]]
+    records: list[tuple[list[int], list[str]]]
     positives: list[int]
-    known: list[int]
     excluded: list[int]
 
 
@@ -148,8 +143,8 @@ class MiningData:
 
     Texts that are equal after `normalise` count as one passage, whatever their ids. Otherwise a
     copy of a positive could be mined as a negative. The first `pool_size` documents are the pool,
-    the candidates for negatives; the rest are known passages that are not in the pool. ``record``
-    has path, format, fingerprint and counts of the data, for reports.
+    the candidates for negatives; the rest are positives that are not in the pool. ``record`` has
+    path, format and counts of the data, for reports.
     """
 
     queries: list[MiningQuery]
@@ -159,10 +154,9 @@ class MiningData:
 
 
 def load_mining_data(
-    source: AnyPath | Iterable[Mapping[str, Any]],
+    source: AnyPath,
     corpus: AnyPath | None = None,
     *,
-    data_format: Any = None,
     split: str = "train",
     on_bad_record: OnBadRecord = "stop",
     columns: Mapping[str, str] | None = None,
@@ -176,50 +170,22 @@ def load_mining_data(
     list are not added to the pool.
 
     Args:
-        source: training data in any format that `read_records` reads; or records in memory, such as
-            a `datasets.Dataset`, each a mapping with the fields of docs/data.md.
+        source: training data in any format that `read_records` reads.
         corpus, corpus_columns: passages and the names of their columns; see `read_passages`.
-        data_format, split, columns, min_score: see `read_records`.
+        split, columns, min_score: see `read_records`.
         on_bad_record: "stop" raises an error at the first bad record, "skip" counts it.
 
     Raises:
-        ConfigError: for an unknown format, or settings that the format does not have.
+        ConfigError: for settings that the format does not have.
         DataError: for data that cannot be read, no query with a positive, or an empty pool.
     """
     report = RecordReport(on_bad_record)
-    rows_in_memory = None
-    if not isinstance(source, (str, os.PathLike)):
-        rows_in_memory = enumerate(source)
-        source, data_format = "records", "pairs"
-    data_source = RecordSource(source, data_format, split, columns, min_score=min_score)
-    pool: Iterable[Passage] | None = None  # None: the positives of the records
-    # The query, the positives and the negatives of each record.
-    records: Iterable[tuple[str, list[Passage], Sequence[str]]]
-    if data_source.data_format == "beir":
-        dataset = load_beir_folder(data_source.path, split, report=report)
-        num_missing = len(dataset.list_missing_documents())
-        report.leave_out(data_source.path, OUTSIDE_CORPUS, num_missing)
-        passages = {name: Passage(name, **texts) for name, texts in dataset.corpus.items()}
-        pool = passages.values()
-        # By default, training makes a row of each judgement of a BEIR folder, and a row of each
-        # record of other formats. Training on mined data makes the same rows.
-        records = [
-            (dataset.queries[name], [passages[document]], ())
-            for name, grades in dataset.qrels.items()
-            for document, grade in grades.items()
-            if grade > 0 and document in passages
-        ]
-    else:
-        records = (
-            (record.query, _make_passages(record.positives), record.negatives)
-            for record in data_source.records(report, rows_in_memory)
-        )
-    if corpus is not None:
-        pool = read_passages(corpus, report, may_be_blank=True, columns=corpus_columns)
-    elif corpus_columns:
+    data_source = RecordSource(source, split, columns, min_score)
+    if corpus_columns and corpus is None:
         raise ConfigError("corpus_columns: there is no corpus (drop it, or give a corpus)")
+    pool_path = data_source.path if data_source.data_format == "beir" else None
+    pool_path = pool_path if corpus is None else Path(corpus)
 
-    content = Fingerprint()
     documents: list[Passage] = []
     row_of_text: dict[bytes, int] = {}
 
@@ -229,74 +195,61 @@ def load_mining_data(
             documents.append(passage)
         return row
 
-    for passage in pool or ():
-        if passage.passage:  # published sets have passages without title and text
-            find_row(passage)
-            content.add(*passage)
+    if pool_path is not None:
+        for passage in read_passages(pool_path, report, may_be_blank=True, columns=corpus_columns):
+            if passage.passage:  # published sets have passages without title and text
+                find_row(passage)
     pool_size = len(documents)
-    # The distinct records of each query, {rows of the positives: negatives}, and what all queries
-    # of equal text have: the rows of their positives, and the keys of passages that are copies of a
-    # positive, a negative or the query.
-    records_of_query: dict[str, dict[tuple[int, ...], list[str]]] = defaultdict(dict)
+    # The distinct records of each query, {rows of the positives: {hash: negative}}, and what all
+    # queries of equal text have: the rows of their positives, and the hashes of passages that are
+    # copies of a positive, a negative or the query.
+    records_of_query: dict[str, dict[tuple[int, ...], dict[bytes, str]]] = defaultdict(dict)
     positives_of_text: dict[bytes, dict[int, None]] = defaultdict(dict)
-    copies: dict[bytes, set[bytes | str]] = defaultdict(set)
-    for query, judged, negatives in records:
-        known_passages = [passage for passage in judged if passage.passage]
-        if known_passages:
-            rows = dict.fromkeys(map(find_row, known_passages))
-            records_of_query[query].setdefault(tuple(rows), []).extend(negatives)
-            text_hash = _hash_text(query)
-            positives_of_text[text_hash] |= rows
-            copies[text_hash].update([text_hash], *map(_list_copy_keys, known_passages))
-            copies[text_hash].update(map(_hash_text, negatives))
-            content.add(query, *(passage.passage for passage in known_passages), *negatives)
-    if pool is None:
+    copies: dict[bytes, set[bytes]] = defaultdict(set)
+    for query, positives, negatives in data_source.records(report):
+        rows = tuple(dict.fromkeys(find_row(Passage("", "", text)) for text in positives))
+        own_negatives = records_of_query[query].setdefault(rows, {})
+        for text in negatives:
+            own_negatives.setdefault(_hash_text(text), text)
+        text_hash = _hash_text(query)
+        positives_of_text[text_hash] |= dict.fromkeys(rows)
+        copies[text_hash].update([text_hash], own_negatives)
+        copies[text_hash].update(*(_hash_forms(documents[row]) for row in rows))
+    if pool_path is None:
         pool_size = len(documents)
     if pool_size == 0:
         raise DataError(f"{source}: no passage is left to mine in (correct the data)")
     if not records_of_query:
         raise DataError(f"{source}: no query has a positive (correct the data)")
 
-    # A table of the keys of all passages would take much memory for a large corpus. Only the keys
-    # of queries and known passages are needed.
-    needed_keys = set().union(*copies.values())
-    rows_of_key: dict[bytes | str, list[int]] = defaultdict(list)
+    # A table of the hashes of all passages would take much memory for a large corpus.
+    needed = set().union(*copies.values())
+    rows_of_hash: dict[bytes, list[int]] = defaultdict(list)
     for row, passage in enumerate(documents[:pool_size]):
-        for key in needed_keys.intersection(_list_copy_keys(passage)):
-            rows_of_key[key].append(row)
+        for text_hash in needed.intersection(_hash_forms(passage)):
+            rows_of_hash[text_hash].append(row)
     queries = []
-    num_pairs = num_negatives = 0
     for query, negatives_of_record in records_of_query.items():
         text_hash = _hash_text(query)
-        own_positives = dict.fromkeys(chain.from_iterable(negatives_of_record))
-        positives = list(own_positives | positives_of_text[text_hash])
-        records_in_rows = []
-        for positive_rows, texts in negatives_of_record.items():
-            negative_rows = dict.fromkeys(map(find_row, _make_passages(texts)))
-            own_negatives = [row for row in negative_rows if row not in positives]
-            records_in_rows.append((list(positive_rows), own_negatives))
-        known = list(dict.fromkeys(chain(positives, *(rows for _, rows in records_in_rows))))
-        excluded = sorted(set(chain.from_iterable(rows_of_key[key] for key in copies[text_hash])))
-        queries.append(MiningQuery(query, records_in_rows, positives, known, excluded))
-        num_pairs += len(own_positives)
-        num_negatives += len(known) - len(positives)
+        all_positives = positives_of_text[text_hash]
+        records = []
+        for rows, texts in negatives_of_record.items():
+            kept = [
+                text for key, text in texts.items() if row_of_text.get(key) not in all_positives
+            ]
+            records.append((list(rows), kept))
+        excluded = set(chain.from_iterable(rows_of_hash[each] for each in copies[text_hash]))
+        queries.append(MiningQuery(query, records, list(all_positives), sorted(excluded)))
     record = {
         "path": str(source),
-        "format": "records" if rows_in_memory else data_source.data_format,
+        "format": data_source.data_format,
         "split": split,
         "corpus": None if corpus is None else str(corpus),
         "records": report.summary(),
-        "fingerprint": content.hex(),
         "queries": len(queries),
-        "pairs": num_pairs,
-        "negatives": num_negatives,
         "passages": pool_size,
     }
     return MiningData(queries, documents, pool_size, record)
-
-
-def _make_passages(texts: Iterable[str]) -> list[Passage]:
-    return [Passage("", "", text) for text in texts]
 
 
 def _hash_text(text: str) -> bytes:
@@ -304,14 +257,13 @@ def _hash_text(text: str) -> bytes:
     return hashlib.blake2b(normalise(text).encode(), digest_size=16).digest()
 
 
-def _list_copy_keys(passage: Passage) -> list[bytes | str]:
-    """Return the keys of a passage; a passage that shares one of them counts as its copy.
+def _hash_forms(passage: Passage) -> set[bytes]:
+    """Return the hashes of a passage with its title and without it.
 
-    They are its id, its text with the title, and the text alone: another document may hold the same
-    text under another title.
+    A passage that shares one of them counts as its copy: another document may hold the same text
+    under another title.
     """
-    keys: list[bytes | str] = [passage.id] if passage.id else []
-    return keys + [_hash_text(text) for text in {passage.passage, passage.text.strip()} if text]
+    return {_hash_text(text) for text in (passage.passage, passage.text.strip()) if text}
 
 
 @dataclass
@@ -324,20 +276,14 @@ class MinedNegatives:
             the order of the search, also with a cross-encoder.
         scores: their scores, float32 (n,): the logits of the cross-encoder, or the scores of the
             search.
-        known_scores: scores of the query's known passages, of the same kind.
+        positive_scores: scores of the query's known positives, of the same kind.
     """
 
     data: MiningData
     settings: dict[str, Any]
     rows: list[np.ndarray] = field(default_factory=list)
     scores: list[np.ndarray] = field(default_factory=list)
-    known_scores: list[np.ndarray] = field(default_factory=list)
-
-    @property
-    def positive_scores(self) -> list[np.ndarray]:
-        """Scores of each query's known positives."""
-        pairs = zip(self.known_scores, self.data.queries, strict=True)
-        return [scores[: len(query.positives)] for scores, query in pairs]
+    positive_scores: list[np.ndarray] = field(default_factory=list)
 
     def record(self) -> dict[str, Any]:
         """Return settings, counts and mean scores, for a report."""
@@ -412,7 +358,7 @@ def mine_hard_negatives(
     mined = MinedNegatives(data, settings)
     rng = np.random.default_rng(selection_rules.seed)
     progress = tqdm(rankings, desc="Mining", total=len(data.queries), disable=not show_progress)
-    for query, (scores, rows, known_scores) in zip(data.queries, progress, strict=True):
+    for query, (scores, rows, positive_scores) in zip(data.queries, progress, strict=True):
         candidates = np.flatnonzero(~np.isin(rows, query.excluded))[:depth]
         rows = rows[candidates]
         scores = scores[candidates]
@@ -421,17 +367,16 @@ def mine_hard_negatives(
 
             # Logits, because a margin such as 3 has no meaning for scores between 0 and 1.
             logits = cross_encoder.predict(
-                [(query.text, data.documents[row].passage) for row in [*query.known, *rows]],
+                [(query.text, data.documents[row].passage) for row in [*query.positives, *rows]],
                 batch_size=batch_size,
                 activation_fn=Identity(),
                 show_progress_bar=False,
             )
-            known_scores, scores = np.split(logits, [len(query.known)])
-        lowest_positive = known_scores[: len(query.positives)].min()
-        selected = selection_rules.select(scores, lowest_positive, rng)
+            positive_scores, scores = np.split(logits, [len(query.positives)])
+        selected = selection_rules.select(scores, positive_scores.min(), rng)
         mined.rows.append(rows[selected])
         mined.scores.append(scores[selected])
-        mined.known_scores.append(known_scores)
+        mined.positive_scores.append(positive_scores)
     if not any(map(len, mined.rows)):
         raise DataError(
             f"{data.record['path']}: no query has a negative left "
@@ -458,18 +403,19 @@ def _rank_by_model(
         most_excluded = max(len(query.excluded) for query in queries)
         results = zip(*search(index, embeddings, depth + most_excluded), strict=True)
         for query, embedding, (scores, rows) in zip(queries, embeddings, results, strict=True):
-            known = prepare_vectors(passage_embeddings[query.known], metric, "document embedding")
-            yield scores, rows, known @ embedding
+            positives = passage_embeddings[query.positives]
+            positives = prepare_vectors(positives, metric, "document embedding")
+            yield scores, rows, positives @ embedding
 
 
 def _rank_by_bm25(data: MiningData, depth: int, show_progress: bool) -> Iterator[Ranking]:
     """Yield the best passages for each query that share a word with it, as `_rank_by_model`."""
-    # Known passages outside the pool are included, so that they have scores too.
+    # Positives outside the pool are included, so that they have scores too.
     index = bm25.build_index([document.passage for document in data.documents], show_progress)
     all_scores = bm25.score_queries(index, [query.text for query in data.queries])
     for query, scores in zip(data.queries, all_scores, strict=True):
         rows = bm25.find_best(scores[: data.pool_size], depth + len(query.excluded))
-        yield scores[rows], rows, scores[query.known]
+        yield scores[rows], rows, scores[query.positives]
 
 
 def load_cross_encoder(
@@ -525,32 +471,27 @@ def write_mined(
     """Write negatives to `path` as JSON lines and a report beside it; return the paths of both.
 
     There is a line for each record of the data, with all its positives, its own negatives and then
-    those mined for its query, and with the scores of all. ``report`` has entries for the report,
-    besides `mined.record()`. For errors see `check_output`.
+    those mined for its query. ``report`` has entries for the report, besides `mined.record()`. For
+    errors see `check_output`.
     """
     path = check_output(path)
-    write_text(path, _format_lines(mined))
-    report_path = Path(f"{path}.report.json")
-    write_json(report_path, {**(report or {}), **mined.record()})
-    return path, report_path
-
-
-def _format_lines(mined: MinedNegatives) -> Iterator[str]:
     data = mined.data
     # A file has either only lists or no lists, so that each of its columns has one type.
     has_lists = any(len(rows) > 1 for query in data.queries for rows, _ in query.records)
-    for number, query in enumerate(data.queries):
-        score_of_row = dict(zip(query.known, mined.known_scores[number].tolist(), strict=True))
-        mined_scores = mined.scores[number].tolist()
-        for rows, own_negatives in query.records:
-            positives = [data.documents[row].passage for row in rows]
-            scores = [score_of_row[row] for row in rows]
-            negatives = [*own_negatives, *mined.rows[number]]
-            record = {
-                "query": query.text,
-                "positive": positives if has_lists else positives[0],
-                "negatives": [data.documents[row].passage for row in negatives],
-                "positive_score": scores if has_lists else scores[0],
-                "negative_scores": [*(score_of_row[row] for row in own_negatives), *mined_scores],
-            }
-            yield json.dumps(record, ensure_ascii=False) + "\n"
+
+    def format_lines() -> Iterator[str]:
+        for query, mined_rows in zip(data.queries, mined.rows, strict=True):
+            mined_texts = [data.documents[row].passage for row in mined_rows]
+            for rows, own_negatives in query.records:
+                positives = [data.documents[row].passage for row in rows]
+                record = {
+                    "query": query.text,
+                    "positive": positives if has_lists else positives[0],
+                    "negatives": own_negatives + mined_texts,
+                }
+                yield json.dumps(record, ensure_ascii=False) + "\n"
+
+    write_text(path, format_lines())
+    report_path = Path(f"{path}.report.json")
+    write_json(report_path, {**(report or {}), **mined.record()})
+    return path, report_path

@@ -54,7 +54,6 @@ WITH_PASSAGES = METHODS[:-1]
 """Methods that encode passages in training: all but query_side, which has a loss of its own."""
 
 Similarity = Literal["cos", "dot"]
-DataFormat = Literal["beir", "dpr", "tevatron", "pairs", "triplets", "csv", "parquet", "hub"]
 
 DEFAULT_BANK_SIZE = 1024
 DEFAULT_TEMPERATURE = {"cos": 0.05, "dot": 1.0}
@@ -167,7 +166,6 @@ class DataSettings:
     train_data: list[str] = option(
         [], 'Files, folders, hub data sets; or {"path": ...}.', is_path=True, set_by_fit=True
     )
-    data_format: DataFormat | None = option(None, "Format of the data. Default: detected.")
     data_columns: list[str] | None = option(None, "Columns of the data: query=question ...")
     split: str = option("train", "Split of a BEIR folder or a hub data set.", set_by_fit=True)
     num_hard_negatives: int = option(0, "Hard negatives per query.", least=0, methods=WITH_PASSAGES)

@@ -4,7 +4,7 @@ import inspect
 from argparse import ArgumentTypeError
 from dataclasses import asdict, fields
 from pathlib import Path
-from typing import Any, get_args
+from typing import Any
 
 import numpy as np
 import pytest
@@ -13,10 +13,8 @@ from sentence_transformers import SentenceTransformerTrainingArguments
 from transformers import HfArgumentParser
 
 from contaccum import BankedInfoNCE, CachedContAccumLoss, ContAccumLoss
-from contaccum.data import DATA_FORMATS
 from contaccum.errors import ConfigError
 from contaccum.settings import (
-    DataFormat,
     InfoNCESettings,
     Settings,
     TrainerSettings,
@@ -70,10 +68,6 @@ def test_the_arguments_of_transformers_are_read_from_its_source_with_their_types
                 assert (value, type(value)) == (expected, type(expected)), action.dest
                 compared.add(type(value))
     assert compared == {bool, int, float, str, list}
-
-
-def test_the_formats_are_those_of_the_readers():
-    assert get_args(DataFormat) == tuple(DATA_FORMATS)
 
 
 def write_config(folder: Path, name: str = "c.yaml", text: str = "", **keys: Any) -> str:

@@ -94,7 +94,7 @@ def _require_files(args: argparse.Namespace) -> None:
         if path is not None:
             require_exists(path.expanduser())
     if not (data / SPLIT_RECORD).is_file():
-        RecordSource(data, args.data_format, columns=args.data_columns, min_score=args.min_score)
+        RecordSource(data, columns=args.data_columns, min_score=args.min_score)
     for name in args.guard or []:
         resolve_beir_data(name)
     # Of several models, one that cannot be loaded is left out; vectors take the place of a model.

@@ -26,7 +26,7 @@ def run(argv: Sequence[str]) -> int:
     for name in (args.model, args.cross_encoder):
         if name is not None:
             require_model(name)
-    defaults = {"data_format": args.data_format, "split": args.split, "columns": args.data_columns}
+    defaults = {"split": args.split, "columns": args.data_columns}
     # A list with one set, because --data names a single set.
     [source] = parse_training_sets([args.data], defaults).values()
     settings: dict[str, Any] = {"on_bad_record": args.on_bad_record, **source}
@@ -52,16 +52,13 @@ def run(argv: Sequence[str]) -> int:
         **rules,
     )
     record: dict[str, Any] = {"model": {"name": args.model}, **provenance()}
-    if model is not None:
-        from contaccum.retrieval.encode import model_fingerprint, tokenisation_fingerprint
-
-        record["model"]["fingerprint"] = model_fingerprint(model)
-        record["tokenisation"] = tokenisation_fingerprint(model)
     if cross_encoder is not None:
-        from contaccum.retrieval.encode import model_fingerprint
+        record["cross_encoder"] = {"name": args.cross_encoder}
+    for role, loaded in (("model", model), ("cross_encoder", cross_encoder)):
+        if loaded is not None:
+            from contaccum.retrieval.encode import model_fingerprint
 
-        fingerprint = model_fingerprint(cross_encoder)
-        record["cross_encoder"] = {"name": args.cross_encoder, "fingerprint": fingerprint}
+            record[role]["fingerprint"] = model_fingerprint(loaded)
     written_files = mining.write_mined(mined, args.output, record)
     print(
         f"{mined.record()['queries_with_too_few']} of {data.record['queries']} queries have fewer "
@@ -92,7 +89,7 @@ def _parse_arguments(argv: Sequence[str]) -> argparse.Namespace:
     add("--corpus", metavar="PATH", help=corpus)
     parser.add_data_options()
     add("--split", default="train", help="split of a BEIR folder to mine for; default: train")
-    cross_encoder = "rescore the candidates with this cross-encoder, and write its scores"
+    cross_encoder = "rescore the candidates with this cross-encoder"
     add("--cross_encoder", metavar="MODEL", help=cross_encoder)
     method = "search with the MODEL or with BM25; default: dense"
     add("--method", choices=("dense", "bm25"), default="dense", help=method)

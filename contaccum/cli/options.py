@@ -44,7 +44,6 @@ class Parser(argparse.ArgumentParser):
 
     def add_data_options(self) -> None:
         """Add the options that determine how training data are read."""
-        add_option(self, "data_format")
         add_option(self, "data_columns")
 
     def add_held_out_options(self) -> None:

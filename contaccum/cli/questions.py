@@ -50,7 +50,7 @@ def run(argv: Sequence[str]) -> int:
     pairs = []
     if args.like is not None:
         columns = parse_columns(args.data_columns)
-        for pair in read_records(args.like, args.data_format, columns=columns):
+        for pair in read_records(args.like, columns=columns):
             pairs.append((pair.query, pair.positives[0]))
     manner = f"like those of {args.like}" if pairs else f"of {len(questions.KINDS)} kinds"
     print_at_once(f"{len(documents):,} documents: asking {args.llm} for questions {manner}")

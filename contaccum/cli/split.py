@@ -17,7 +17,7 @@ def run(argv: Sequence[str]) -> int:
     """Write a split and return exit code 0."""
     args = _parse_arguments(argv)
     settings = SplitSettings(args.dev, args.test, args.documents, args.seed, args.fold, args.future)
-    defaults = {"data_format": args.data_format, "split": args.split, "columns": args.data_columns}
+    defaults = {"split": args.split, "columns": args.data_columns}
     [source_settings] = parse_training_sets([args.data], defaults).values()
     report = RecordReport(args.on_bad_record)
     source = RecordSource(**source_settings)

@@ -13,7 +13,6 @@ from contaccum.data.corpus import require_texts
 from contaccum.data.dataset import parse_training_sets
 from contaccum.data.records import RecordSource, parse_columns
 from contaccum.encoders.names import require_model
-from contaccum.files import require_exists
 from contaccum.retrieval.store import EmbeddingStore
 from contaccum.settings import Settings, add_options, read, replace, require_complete
 
@@ -61,17 +60,11 @@ def run(argv: Sequence[str]) -> int:
 def _require_files(settings: Settings) -> None:
     """Refuse models and data that the training would refuse, before torch is imported."""
     require_model(settings.model)
-    common = {
-        "data_format": settings.data_format,
-        "split": settings.split,
-        "columns": parse_columns(settings.data_columns),
-    }
+    common = {"split": settings.split, "columns": parse_columns(settings.data_columns)}
     for source in parse_training_sets(settings.train_data, common).values():
-        records = RecordSource(**source)
-        if records.data_format != "hub":
-            require_exists(records.path)
+        RecordSource(**source)
     if settings.eval_data is not None:
-        resolve_beir_data(settings.eval_data, settings.eval_split)
+        resolve_beir_data(settings.eval_data)
     if settings.passage_store is not None:
         EmbeddingStore.open(settings.passage_store)
     for corpus in (settings.corpus, settings.second_stage):

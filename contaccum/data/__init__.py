@@ -18,7 +18,6 @@ from contaccum.data.dataset import (
     parse_training_sets,
 )
 from contaccum.data.records import (
-    DATA_FORMATS,
     Passage,
     Record,
     parse_columns,

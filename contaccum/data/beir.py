@@ -1,15 +1,12 @@
 """BEIR folders as the dictionaries of BEIR's own loader, checked record by record.
 
-A BEIR folder holds a corpus, queries, and relevance judgements (qrels), one file for each split:
-
     corpus.jsonl       {"_id": document id, "title": title, "text": text}
     queries.jsonl      {"_id": query id, "text": text}
     qrels/SPLIT.tsv    query id <TAB> document id <TAB> grade; relevant if the grade is above 0
 
 Some sets, such as ArguAna, judge documents that their corpus lacks. As in BEIR, these judgements
 stay in the qrels, so that a relevant document that cannot be found lowers the scores. A public BEIR
-set, by its name, is downloaded once into the cache, or converted from the hub. A file of LlamaIndex
-(`EmbeddingQAFinetuneDataset.save_json`) holds the same and is converted as well.
+set, by its name, is downloaded once into the cache.
 """
 
 from __future__ import annotations
@@ -17,10 +14,10 @@ from __future__ import annotations
 import hashlib
 import json
 import os
-import re
+import shutil
 import urllib.request
 import zipfile
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -32,18 +29,16 @@ from contaccum.data.rows import (
     parse_rows,
     parse_text,
     passage_text,
-    read_head,
     read_json_lines,
     read_lines,
     split_cells,
 )
-from contaccum.errors import DataError, UserError, closest, quoted, warn_once
+from contaccum.errors import DataError, closest, quoted, warn_once
 from contaccum.files import (
     AnyPath,
     Fingerprint,
     atomic_folder,
     cache_folder,
-    hash_file,
     read_json,
     write_text,
 )
@@ -51,9 +46,6 @@ from contaccum.files import (
 QRELS_HEADER = "query-id\tcorpus-id\tscore\n"
 OUTSIDE_CORPUS = "relevant document outside the corpus"
 """The reason by which reports count pairs that training leaves out."""
-_LLAMA_INDEX_START = re.compile(
-    rb'\{\s*("mode"\s*:\s*"\w*"\s*,\s*)?"(queries|corpus|relevant_docs)"\s*:\s*\{'
-)
 _QRELS_HEADERS = ("query-id\t", "query_id\t", "queryid\t", "qid\t")
 
 _URL = "https://public.ukp.informatik.tu-darmstadt.de/thakur/BEIR/datasets/{name}.zip"
@@ -66,8 +58,6 @@ PUBLIC_NAMES = tuple(ARCHIVE_MD5)
 CQADUPSTACK_FORUMS: list[str] = _PUBLIC_SETS["cqadupstack"]
 """The twelve sets whose mean score is the score of CQADupStack."""
 
-_HUB_TIMEOUT = 5  # seconds; `datasets` itself waits half a minute without a network
-
 
 @dataclass(frozen=True)
 class BeirDataset:
@@ -78,8 +68,7 @@ class BeirDataset:
         corpus: {document id: {"title", "text"}}, in the order of the file.
         queries: {query id: text} of the queries with judgements in the split, in their order.
         qrels: {query id: {document id: grade}}. Some of the documents may be missing in the corpus.
-        fingerprint: sha256, in hex, of corpus, queries and qrels, whatever the compression and line
-            ends.
+        fingerprint: sha256, in hex, of corpus, queries and qrels.
         path: the folder.
         report: counts of used and bad records.
     """
@@ -95,12 +84,12 @@ class BeirDataset:
 
     def list_missing_documents(self) -> list[str]:
         """Return the ids of relevant documents that the corpus lacks, one for each judgement."""
-        missing_ids = []
-        for judgements in self.qrels.values():
-            for document_id, grade in judgements.items():
-                if grade > 0 and document_id not in self.corpus:
-                    missing_ids.append(document_id)
-        return missing_ids
+        return [
+            document_id
+            for judgements in self.qrels.values()
+            for document_id, grade in judgements.items()
+            if grade > 0 and document_id not in self.corpus
+        ]
 
 
 def load_beir_folder(
@@ -110,9 +99,9 @@ def load_beir_folder(
 ) -> BeirDataset:
     """Load one split of a BEIR folder.
 
-    The header of `qrels/SPLIT.tsv` may be missing. An integer `_id` becomes a text. Documents
-    without title and text are kept, because published sets have some and are scored with them.
-    ``report`` receives the counts of records; None: an error at the first bad record.
+    The header of `qrels/SPLIT.tsv` may be missing. Documents without title and text are kept, as
+    published sets have some. ``report`` receives the counts of records; None: an error at the first
+    bad record.
 
     Raises:
         DataError: for a missing file or split, a bad record under "stop", a file without any usable
@@ -173,7 +162,7 @@ def get_positives(dataset: BeirDataset, query_id: str) -> list[str]:
 
 
 def is_beir_folder(path: AnyPath) -> bool:
-    """Return True if a path is a folder with a file corpus.jsonl, plain or gzip."""
+    """Return True for a folder with a file corpus.jsonl, plain or gzip."""
     names = ("corpus.jsonl", "corpus.jsonl.gz")
     return any(os.path.isfile(os.path.join(path, name)) for name in names)
 
@@ -284,30 +273,20 @@ def get_set_name(name_or_path: str) -> str:
 
 
 def get_default_split(name_or_path: AnyPath) -> str:
-    """Return the split of a set that published scores are measured on.
-
-    It is "dev" for MS MARCO, whose test split has only 43 queries, otherwise "test".
-    """
+    """Return the split of published scores: "dev" for MS MARCO, otherwise "test"."""
     return "dev" if get_set_name(os.fspath(name_or_path)) == "msmarco" else "test"
 
 
-def resolve_beir_data(name_or_path: AnyPath, split: str = "test") -> Path:
+def resolve_beir_data(name_or_path: AnyPath) -> Path:
     """Return the folder of a BEIR set; a public set is downloaded if it is not in the cache.
 
-    Args:
-        name_or_path: a folder, which is returned as it is; a file of LlamaIndex, whose only split
-            gets the name ``split``; the name of a public BEIR set; `cqadupstack/FORUM` for one of
-            the twelve parts of CQADupStack; or `ORG/NAME` for a set on the hub with parts corpus,
-            queries and qrels. If a folder and a set have the same name, the folder is used.
-        split: the split of a set on the hub.
-
-    Raises:
-        DataError: if it is neither a folder nor a known name, or the download fails.
+    ``name_or_path`` is a folder, which is returned as it is; else the name of a public BEIR set, or
+    `cqadupstack/FORUM` for one of the twelve parts of CQADupStack.
     """
     folder = Path(name_or_path).expanduser()
     # Path.exists() raises an error for very long names, os.path.exists() does not.
     if os.path.exists(folder):
-        return convert_llama_index(folder, split)
+        return folder
     name = str(name_or_path)
     public_names = [public_name for public_name in PUBLIC_NAMES if public_name != "cqadupstack"]
     public_names += [f"cqadupstack/{forum}" for forum in CQADUPSTACK_FORUMS]
@@ -317,81 +296,9 @@ def resolve_beir_data(name_or_path: AnyPath, split: str = "test") -> Path:
     # The user may have mistyped a path: compare its last part with the names.
     hint = closest(Path(name.lower()).name, public_names)
     hint = hint or f"; names are {', '.join(public_names)}"
-    error = f"{quoted(name, 200)}: neither a folder nor the name of a public data set{hint}"
-    if re.fullmatch(r"\w[\w.-]*/[\w.-]+", name):
-        return _convert_hub_set(name, split, f"{error}; on the hub, it cannot be loaded either")
-    raise DataError(error)
-
-
-def convert_llama_index(path: Path, split: str) -> Path:
-    """Return the folder in the cache with the content of a file of LlamaIndex as a BEIR folder.
-
-    Any other path is returned unchanged. ``split`` is the name of the folder's only split.
-
-    Raises:
-        DataError: for a file with other content.
-    """
-    if not os.path.isfile(path) or not _LLAMA_INDEX_START.match(read_head(path)):
-        return path
-    content = read_json(path)
-    for name, value_type in (("queries", str), ("corpus", str), ("relevant_docs", list)):
-        part = content.get(name)
-        if not isinstance(part, dict):
-            raise DataError(f"{path}: {name} is not an object (see docs/data.md)")
-        for key, value in part.items():
-            if not isinstance(value, value_type):
-                raise DataError(
-                    f"{path}: {name} of {quoted(key)} is not a {value_type.__name__} (correct it)"
-                )
-    folder = cache_folder("llama_index", hash_file(path)[:32], split, path.stem)
-    if folder.exists():
-        return folder
-    documents = ((key, "", text) for key, text in content["corpus"].items())
-    qrels = {key: dict.fromkeys(ids, 1) for key, ids in content["relevant_docs"].items()}
-    with atomic_folder(folder) as new_folder:
-        write_beir_folder(new_folder, documents, content["queries"].items(), qrels, split)
-    return folder
-
-
-def _convert_hub_set(name: str, split: str, error_message: str) -> Path:
-    """Write a split of a set of the hub to a BEIR folder in the cache.
-
-    The set has the configurations "corpus", "queries" and "qrels". The judgements may instead be in
-    the configuration "default", or, as in BEIR's own sets, in a set NAME-qrels.
-    """
-    folder = cache_folder("sets", name.replace("/", "-"), split, get_set_name(name))
-    if folder.is_dir():
-        return folder
-    try:
-        import datasets
-        from huggingface_hub import HfApi
-
-        HfApi().dataset_info(name, timeout=_HUB_TIMEOUT)
-        configurations = datasets.get_dataset_config_names(name)
-
-        def load_texts(configuration: str) -> Iterator[tuple[str, str | None, str]]:
-            splits = datasets.load_dataset(name, configuration)
-            for row in splits[split if split in splits else min(splits)]:
-                yield row.get("_id", row.get("id")), row.get("title"), row["text"]
-
-        if "qrels" in configurations:
-            judgements = datasets.load_dataset(name, "qrels", split=split)
-        elif "default" in configurations:
-            judgements = datasets.load_dataset(name, "default", split=split)
-        else:
-            judgements = datasets.load_dataset(f"{name}-qrels", split=split)
-        qrels: dict[str, dict[str, int]] = {}
-        for row in judgements:
-            grades = qrels.setdefault(row["query-id"], {})
-            grades[row["corpus-id"]] = int(row.get("score", 1))
-        queries = ((text_id, text) for text_id, _, text in load_texts("queries"))
-        with atomic_folder(folder) as part:
-            write_beir_folder(part, load_texts("corpus"), queries, qrels, split)
-    except UserError:
-        raise
-    except Exception as error:  # the libraries and the network have no common exception class
-        raise DataError(f"{error_message}: {str(error)[:300]}") from error
-    return folder
+    raise DataError(
+        f"{quoted(name, 200)}: neither a folder nor the name of a public data set{hint}"
+    )
 
 
 def _download_archive(name: str) -> Path:
@@ -400,21 +307,20 @@ def _download_archive(name: str) -> Path:
     if folder.is_dir():
         return folder
     url = _URL.format(name=name)
-    checksum = hashlib.md5(usedforsecurity=False)
     with atomic_folder(folder) as part:
         archive = part / "archive.zip"
         try:
             with urllib.request.urlopen(url, timeout=60) as response, archive.open("wb") as file:
-                while block := response.read(1 << 20):
-                    checksum.update(block)
-                    file.write(block)
+                shutil.copyfileobj(response, file)
         except OSError as error:  # the errors of urllib are OSErrors too
             raise DataError(
                 f"{name}: could not be downloaded from {url}: {error} (try again, or download and "
                 "unzip it yourself, and give the folder instead of the name; SciFact comes with "
                 f"contaccum: {shipped_scifact()})"
             ) from error
-        if checksum.hexdigest() != ARCHIVE_MD5[name]:
+        with archive.open("rb") as file:
+            checksum = hashlib.file_digest(file, "md5").hexdigest()
+        if checksum != ARCHIVE_MD5[name]:
             raise DataError(
                 f"{name}: the file from {url} does not have the MD5 checksum {ARCHIVE_MD5[name]} "
                 "(try again)"

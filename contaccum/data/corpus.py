@@ -34,14 +34,14 @@ def read_texts(
 ) -> Iterator[Passage]:
     """Yield the documents or the queries of a corpus.
 
-    To find an id that occurs twice, memory holds a hash of 8 bytes for each id. With ten million
-    ids, the probability that two different ones have the same hash, and are refused, is 3e-6.
+    Memory holds a hash of 8 bytes for each id. With ten million ids, the probability that two
+    different ones have the same hash, and are refused, is 3e-6.
 
     Args:
         path: a file or BEIR folder that `read_passages` reads. For queries, a BEIR folder's
             queries.jsonl is read, and DPR's question files (.csv) are accepted too. The ids of
             their questions are question-1, question-2, ..., without skipped lines.
-        kind: "query" or "document".
+        kind: "query" or "document". Documents may be blank.
         report: counts the records that are read and skipped.
         columns: see `read_passages`.
 
@@ -79,10 +79,7 @@ def read_texts(
 def require_texts(
     corpus: Path, on_bad_record: OnBadRecord = "stop", columns: Columns = None
 ) -> None:
-    """Read the start of a corpus, up to 65,536 texts; raise `DataError` if it cannot be used.
-
-    This takes seconds, so it is done before a model is loaded or a folder is created.
-    """
+    """Read up to 65,536 texts of a corpus, in seconds; raise `DataError` if it cannot be used."""
     next(read_texts(corpus, "document", RecordReport(on_bad_record), columns), None)
 
 

@@ -1,9 +1,8 @@
 """Training data: rows whose texts are sampled from stored records.
 
-A record is a query with all its positives and negatives, as a file holds it. The library `datasets`
-stores the records in an Arrow file, which is mapped into memory. A row is one training example:
-query, one positive and h hard negatives, which `contaccum.data.sampling` samples from a record when
-the row is read.
+A record is a query with all its positives and negatives. The library `datasets` stores the records
+in an Arrow file, which is mapped into memory. A row is one training example, which
+`contaccum.data.sampling` samples from a record when the row is read.
 """
 
 from __future__ import annotations
@@ -19,7 +18,7 @@ from typing import TYPE_CHECKING, Any, Literal
 
 import numpy as np
 
-from contaccum.data.records import DataFormat, RecordSource, parse_columns
+from contaccum.data.records import RecordSource, parse_columns
 from contaccum.data.rows import OnBadRecord, RecordReport
 from contaccum.data.sampling import EpochSampling, collect_known_positives, text_ids
 from contaccum.errors import ConfigError, DataError, check_choice, quoted
@@ -28,15 +27,8 @@ from contaccum.files import AnyPath, Fingerprint, cache_folder, fingerprint
 if TYPE_CHECKING:
     from datasets import Dataset, DatasetDict
 
-SET_KEYS = {
-    "path": "path",
-    "name": "name",
-    "format": "data_format",
-    "columns": "columns",
-    "split": "split",
-    "min_score": "min_score",
-}
-"""{key of a training set in the settings: argument of `load_training_data`, or "name"}."""
+SET_KEYS = ("path", "name", "columns", "split", "min_score")
+"""Keys of a training set in the settings: its name, and arguments of `load_training_data`."""
 
 
 def store_records(source: RecordSource, report: RecordReport) -> tuple[Dataset, dict[str, str]]:
@@ -49,9 +41,6 @@ def store_records(source: RecordSource, report: RecordReport) -> tuple[Dataset, 
     Returns:
         A data set with the fields of a `Record`, "query_id" and "positive_ids" (see `text_ids`);
             and the sha256, in hex, of queries and positives ("texts"), and of "negatives".
-
-    Raises:
-        DataError: for a source or a record that cannot be used, or a cache that cannot be written.
     """
     from datasets import Dataset, Features, List, Value, disable_progress_bars
     from datasets.exceptions import DatasetGenerationError
@@ -111,25 +100,20 @@ class TrainingData:
         pairs: text ids (see `text_ids`) of query and positive for every positive of every record,
             int64 (n, 2).
         has_negatives: whether a record has a hard negative.
-        has_unused_negatives: whether the records have hard negatives, and the rows none.
     """
 
     dataset: Dataset
     path: str
-    data_format: DataFormat
+    data_format: str
     report: RecordReport
     fingerprint: str
     transform: EpochSampling
     pairs: np.ndarray
     has_negatives: bool
-    has_unused_negatives: bool = False
 
     @property
     def known_positives(self) -> np.ndarray | None:
-        """Text ids of query and positive of all queries with several positives, int64 (r, 2).
-
-        The positives of a query may be in one record or in several.
-        """
+        """Text ids of query and positive of all queries with several positives, int64 (r, 2)."""
         return self.transform.known_positives
 
     def record(self) -> dict[str, Any]:
@@ -144,7 +128,6 @@ class TrainingData:
 
 def load_training_data(
     path: AnyPath,
-    data_format: DataFormat | None = None,
     split: str = "train",
     num_hard_negatives: int = 0,
     on_bad_record: OnBadRecord = "stop",
@@ -158,7 +141,7 @@ def load_training_data(
     A row holds the texts of the current epoch, which is set with ``transform.set_epoch``.
 
     Args:
-        path, data_format, split, columns, min_score: see `read_records`.
+        path, split, columns, min_score: see `read_records`.
         on_bad_record: "stop" raises an error at the first bad record, "skip" counts it.
         positives: "draw": a row for each record, with one of its positives, sampled anew in each
             epoch. "first": a row for each record, with its first positive. "all": a row for each
@@ -167,7 +150,7 @@ def load_training_data(
             records, and "drop" leaves the record out.
 
     Raises:
-        ConfigError: for an unknown format, or settings that cannot work together.
+        ConfigError: for settings that cannot work together.
         DataError: for data or a cache that cannot be used, or if no row or no negative is left.
     """
     import pyarrow as pa
@@ -177,7 +160,7 @@ def load_training_data(
     check_choice("positives", positives, (None, "draw", "first", "all"))
     check_choice("missing_negatives", missing_negatives, ("fill", "drop"))
     report = RecordReport(on_bad_record)
-    source = RecordSource(path, data_format, split, columns, min_score)
+    source = RecordSource(path, split, columns, min_score)
     if positives is None:
         # A record of a BEIR folder has all judgements of a query, and each is a training pair.
         positives = "all" if source.data_format == "beir" else "draw"
@@ -233,7 +216,6 @@ def load_training_data(
         transform,
         pairs,
         has_negatives,
-        has_unused_negatives=num_hard_negatives == 0 and has_negatives,
     )
 
 
@@ -262,21 +244,17 @@ class TrainingSets:
         lines = []
         for name, part in self.parts.items():
             line = f"{name}: {part.report.summary()}"
-            if part.has_unused_negatives:
+            if part.has_negatives and "negative_1" not in part.transform.columns:
                 line += "; its hard negatives are not used (num_hard_negatives=0)"
             lines.append(line)
         return "\n".join(lines)
 
 
 def load_training_sets(sets: Mapping[str, Mapping[str, Any]], **common: Any) -> TrainingSets:
-    """Load one or several training sets.
+    """Load one or several training sets, {name: arguments of `load_training_data`}.
 
     Several sets share their known positives: a passage that is a positive of a query in one set is
-    not used as a negative of this query in any set.
-
-    Args:
-        sets: {name: arguments of `load_training_data`}.
-        common: arguments for all sets, unless a set has its own.
+    not used as a negative of this query in any set. A set may override arguments in ``common``.
     """
     parts = {name: load_training_data(**{**common, **given}) for name, given in sets.items()}
     fingerprints = [part.fingerprint for part in parts.values()]
@@ -287,9 +265,7 @@ def load_training_sets(sets: Mapping[str, Mapping[str, Any]], **common: Any) -> 
         known_positives = collect_known_positives(all_pairs)
         for part in parts.values():
             part.transform.known_positives = known_positives
-            # The memory bank of the loss holds passages of earlier batches of every set. With text
-            # ids in the labels of all sets, equal texts have equal ids, whatever set they come
-            # from.
+            # The bank of the loss holds passages of every set, whose equal texts need equal ids.
             part.transform.has_text_ids = True
     return TrainingSets(parts, fingerprint(*fingerprints))
 
@@ -299,13 +275,8 @@ def parse_training_sets(
 ) -> dict[str, dict[str, Any]]:
     """Return the arguments of `load_training_data` for each training set, by its name.
 
-    Args:
-        sets: a path, a mapping with the keys of `SET_KEYS`, or such a mapping as JSON text, for
-            each set.
-        common: arguments for all sets, unless a set has its own.
-
-    Raises:
-        ConfigError: for a setting that cannot be used, or two sets with one name.
+    ``sets`` has a path, a mapping with the keys of `SET_KEYS`, or such a mapping as JSON text, for
+    each set. It may override arguments in ``common``. Raises `ConfigError` for what cannot be used.
     """
     arguments_by_name: dict[str, dict[str, Any]] = {}
     for item in sets:
@@ -321,7 +292,7 @@ def parse_training_sets(
             for key, value in settings.items():
                 check_choice("a key of a set", key, SET_KEYS)
                 if value is not None:
-                    arguments[SET_KEYS[key]] = value
+                    arguments[key] = value
             if not isinstance(arguments.get("path"), str):
                 raise ConfigError('a set has a path, as {"path": FILE}')
             if not isinstance(arguments.get("min_score"), float | int | None):

@@ -1,22 +1,16 @@
 """Comparison of texts: the same text, near-duplicates, and groups of records that share texts.
 
-Every comparison that keeps held-out texts out of training uses these functions. They change the
-compared copies only: a model reads the texts as they are in the data.
+Two texts are the same if `normalise` returns the same for both; a model reads them as they are.
 
-- Two texts are the same if `normalise` returns the same for both.
-- Two texts are near-duplicates if the Jaccard similarity of their sets of character 5-grams is at
-  least `LEAST_OVERLAP`: of all 5-grams that occur in either text, that share occurs in both.
-  Punctuation and tags of HTML do not count. For example, two sentences of twelve words may differ
-  in one word.
+Two texts are near-duplicates if the Jaccard similarity of their sets of character 5-grams, without
+punctuation and tags of HTML, is at least `LEAST_OVERLAP`. For example, two sentences of twelve
+words may differ in one word. The similarity is computed from the `_SKETCH_SIZE` smallest hashes of
+the 5-grams of a text. It is exact for texts with fewer 5-grams, and has an error of about 0.04 for
+longer ones. No pair is missed: pairs that are not compared cannot have the similarity.
 
-The similarity is computed from the `_SKETCH_SIZE` smallest hashes of the 5-grams of a text. It is
-exact for texts with fewer 5-grams, and has an error of about 0.04 for longer ones. No pair is
-missed: pairs that are not compared cannot have the similarity.
-
-Two records are linked if they share a text (a query or a positive passage), have nearly the same
-text, or have the same document of the corpus, one of them without its title. A group is a connected
-component of the graph of linked records: all records that are linked directly or through other
-records. A split keeps a group on one side.
+Two records are linked if they share a text (a query or a positive), have nearly the same text, or
+have the same document of the corpus, one of them without its title. A group is a connected
+component of the graph of linked records. A split keeps a group on one side.
 
 Sources: Beyer et al., "On synopses for distinct-value estimation under multiset operations", 2007
 (similarity by the smallest hashes); Xiao et al., "Efficient similarity joins for near duplicate
@@ -29,7 +23,7 @@ import html
 import math
 import re
 import unicodedata
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
@@ -66,6 +60,7 @@ _LEAST_SHARED_BY_FULL = math.ceil(LEAST_OVERLAP * _SKETCH_SIZE)
 _TOLERANCE = 1e-6  # of rounding, in numbers of grams
 # Number of texts with a gram above which the gram is not used without need.
 _FREQUENT = 500
+_TEXTS_PER_BLOCK = 4096
 
 # In the text of a PDF, the end of a line follows the hyphen.
 _SOFT_HYPHEN = re.compile("\u00ad\\s*")
@@ -80,14 +75,11 @@ _SHAPES = {
     "œ": "oe",
     "þ": "th",
 }
-# Characters that Unicode calls default-ignorable, but not format characters (Cf).
+# Default-ignorable characters of Unicode that are no format characters (Cf).
 _IGNORABLE = re.compile(
     "[\u034f\u115f\u1160\u17b4\u17b5\u180b-\u180f\u3164\ufe00-\ufe0f\uffa0\U000e0100-\U000e01ef]"
 )
-
-
-# A text without a closing tag or a line break of HTML may only look as if it had tags, as
-# List<String> does.
+# List<String>, for example, only looks as if it had tags.
 _IS_HTML = re.compile(r"</[a-z]|<br\b")
 _TAG = re.compile(r"</?[a-z][^<>]*>")
 
@@ -139,8 +131,7 @@ def normalise(text: str) -> str:
     """Return a text in the form in which it is compared.
 
     HTML entities are decoded. Invisible characters and accents are removed. Characters are in lower
-    case and of normal width, quotes and dashes have one shape, and words have single spaces between
-    them.
+    case and of normal width, quotes and dashes have one shape, and blanks are single spaces.
     """
     while "&" in text:
         decoded = html.unescape(text)
@@ -156,10 +147,7 @@ def normalise(text: str) -> str:
 
 
 def get_words(text: str) -> str:
-    """Return the words of a normalised text, without tags of HTML and punctuation.
-
-    If it has no words, the normalised text is returned.
-    """
+    """Return the words of a normalised text without tags and punctuation; if none, that text."""
     normalised_text = normalise(text)
     words = normalised_text
     if _IS_HTML.search(words):
@@ -173,28 +161,57 @@ def join_near_duplicates(
     """Merge the groups of texts that are near-duplicates; return the number of merges.
 
     ``groups``, disjoint sets of the texts' indices, are merged in place. Texts of one group are not
-    compared, and only texts that share one of their rarest 5-grams are, so that the time is about
-    linear in the number of texts that are made from one template. It grows faster only if most of
-    their similarities are close to the bound. Memory holds about 5 KB for each text.
+    compared. Memory holds about 5 KB for each text.
     """
     num_groups = groups.n_subsets
-    sketches = _make_sketches(texts)
+    labels = np.array([groups[number] for number in range(len(texts))], dtype=np.int64)
+    for number, near in _find_pairs(_make_sketches(texts), labels, show_progress):
+        for near_number in near:
+            if groups.merge(number, near_number):
+                labels[labels == labels[near_number]] = labels[number]
+    return num_groups - groups.n_subsets
+
+
+def find_near_duplicates(
+    texts: Iterable[str], references: Iterable[str], show_progress: bool = False
+) -> set[str]:
+    """Return the texts that are near-duplicates of one of the references."""
+    sketches_of_references = _make_sketches(list(references))
+    distinct_texts = list(set(texts))
+    found: set[str] = set()
+    starts = range(0, len(distinct_texts), _TEXTS_PER_BLOCK)  # limits the memory
+    for start in tqdm(starts, desc="held-out texts", leave=False, disable=not show_progress):
+        block = distinct_texts[start : start + _TEXTS_PER_BLOCK]
+        sketches = np.concatenate([_make_sketches(block), sketches_of_references])
+        is_text = np.arange(len(sketches)) < len(block)
+        for number, near in _find_pairs(sketches, is_text):
+            found.update(block[each] for each in (number, *near) if is_text[each])
+    return found
+
+
+def _find_pairs(
+    sketches: np.ndarray, labels: np.ndarray, show_progress: bool = False
+) -> Iterator[tuple[int, np.ndarray]]:
+    """Yield the number of a text, and of its near-duplicates with another label, each pair once.
+
+    The caller may change labels meanwhile. Only texts that share one of their rarest 5-grams are
+    compared, so that the time is about linear in the number of texts that are made from one
+    template. It grows faster only if most of their similarities are close to the bound.
+    """
     # From the smallest set of 5-grams to the largest: a full sketch of a larger set ends earlier.
     order = np.lexsort((_PADDING - sketches[:, -1], (sketches < _PADDING).sum(axis=1)))
     index = _GramIndex(sketches[order])
     order_of_ends = _PADDING - index.sketches[:, -1]  # 0 where the sketch is not full
-    labels = np.array([groups[number] for number in order.tolist()], dtype=np.int64)
-    is_joined = np.zeros(len(index.frequencies), dtype=bool)  # all texts of the gram in one group
-    progress = tqdm(
-        order, desc="near-duplicates", unit=" texts", leave=False, disable=not show_progress
-    )
-    for row, number in enumerate(progress):
+    is_joined = np.zeros(len(index.frequencies), dtype=bool)  # all texts of the gram have one label
+    for row, number in enumerate(
+        tqdm(order, desc="near-duplicates", unit=" texts", leave=False, disable=not show_progress)
+    ):
         sketch = index.sketches[row]
         # A text shares at least this number of grams with a near-duplicate that is larger. The
         # bound without "larger" is lower, so more texts would share one of the rarest grams.
         size = index.sizes[row]
         least_shared = min(2 * _SHARE_OF_SUM * size, LEAST_OVERLAP * _SKETCH_SIZE)
-        grams, num_other_grams = index.find_rarest(sketch, least_shared)
+        grams, num_other_grams = index.find_rarest(row, least_shared)
         # Much larger texts are no near-duplicates.
         if size < _LEAST_SHARED_BY_FULL:
             end = np.searchsorted(index.sizes, size / LEAST_OVERLAP + _TOLERANCE, side="right")
@@ -204,51 +221,20 @@ def join_near_duplicates(
         grams = grams[~is_joined[grams]]
         rows_of_grams = index.get_rows(grams, row + 1, end)
         for gram, rows in zip(grams, rows_of_grams, strict=True):
-            if len(rows) > _FREQUENT and labels[rows[0]] == labels[row]:
-                [all_rows] = index.get_rows(np.array([gram]), 0, len(texts))
-                is_joined[gram] = (labels[all_rows] == labels[row]).all()
+            if len(rows) > _FREQUENT and labels[order[rows[0]]] == labels[number]:
+                [all_rows] = index.get_rows(np.array([gram]), 0, len(sketches))
+                is_joined[gram] = (labels[order[all_rows]] == labels[number]).all()
         rows = np.concatenate([np.zeros(0, dtype=np.int32), *rows_of_grams])
-        rows = rows[labels[rows] != labels[row]]
-        if len(rows) == 0:
-            continue
-        num_shared = np.bincount(rows - row)
-        rows = np.flatnonzero(num_shared) + row
-        num_shared = num_shared[rows - row]
+        has_other_label = labels[order[rows]] != labels[number]
+        rows, num_shared = np.unique(rows[has_other_label], return_counts=True)
         # The sketch of the larger text ends first, so that its size counts as a whole.
         limits = np.minimum(index.sketches[rows, -1], _LAST_HASH)
         sum_of_sizes = np.searchsorted(sketch, limits, side="right") + index.sizes[rows]
         most_shared = num_shared + num_other_grams
         rows = rows[most_shared >= _SHARE_OF_SUM * sum_of_sizes - _TOLERANCE]
-        overlaps = index.compute_overlaps(sketch, rows)
-        for near_row in rows[overlaps >= LEAST_OVERLAP]:
-            if groups.merge(number, order[near_row]):
-                labels[labels == labels[near_row]] = labels[row]
-    return num_groups - groups.n_subsets
-
-
-def find_near_duplicates(
-    texts: Iterable[str], references: Iterable[str], show_progress: bool = False
-) -> set[str]:
-    """Return the texts that are near-duplicates of one of the references."""
-    index = _GramIndex(_make_sketches(list(references)))
-    found = set()
-    distinct_texts = set(texts)
-    is_hidden = not show_progress or not distinct_texts
-    for text in tqdm(
-        distinct_texts, desc="held-out texts", unit=" texts", leave=False, disable=is_hidden
-    ):
-        [sketch] = _make_sketches([text])
-        least_shared = LEAST_OVERLAP * (sketch < _PADDING).sum()
-        grams, num_other_grams = index.find_rarest(sketch, least_shared)
-        if len(grams) == 0:
-            continue
-        rows = np.concatenate(index.get_rows(grams, 0, len(index.sketches)))
-        rows, num_shared = np.unique(rows, return_counts=True)
-        rows = rows[num_shared + num_other_grams >= least_shared - _TOLERANCE]
-        overlaps = index.compute_overlaps(sketch, rows)
-        if (overlaps >= LEAST_OVERLAP).any():
-            found.add(text)
-    return found
+        near = rows[index.compute_overlaps(row, rows) >= LEAST_OVERLAP]
+        if len(near) > 0:
+            yield number, order[near]
 
 
 class _GramIndex:
@@ -266,10 +252,9 @@ class _GramIndex:
         hashes, gram_numbers, self.frequencies = np.unique(
             sketches[is_hash], return_inverse=True, return_counts=True
         )
-        self._hashes = np.append(hashes, _PADDING)
         self._grams = np.full(sketches.shape, len(hashes), dtype=np.int32)
         self._grams[is_hash] = gram_numbers
-        self._is_in_sketch = np.zeros(len(self._hashes), dtype=bool)
+        self._is_in_sketch = np.zeros(len(hashes) + 1, dtype=bool)
         # The pairs of a gram and a row, in order.
         self._pairs = np.sort(gram_numbers * len(sketches) + np.nonzero(is_hash)[0])
         self._rows = (self._pairs % len(sketches)).astype(np.int32)
@@ -280,44 +265,36 @@ class _GramIndex:
         ends = np.searchsorted(self._pairs, grams * len(self.sketches) + end)
         return [self._rows[i:j] for i, j in zip(starts.tolist(), ends.tolist(), strict=True)]
 
-    def find_rarest(self, sketch: np.ndarray, least_shared: float) -> tuple[np.ndarray, int]:
-        """Return the rarest grams of a sketch, and the number of its other grams in the index.
+    def find_rarest(self, row: int, least_shared: float) -> tuple[np.ndarray, int]:
+        """Return the rarest grams of a sketch, and the number of its other grams.
 
-        A sketch in the index that shares ``least_shared`` grams with this one has at least one of
-        them. If grams are rare, more of them are returned than that takes: a sketch with few of
-        these then needs no comparison.
+        A sketch that shares ``least_shared`` grams with this one has at least one of them. If grams
+        are rare, more of them are returned than that takes: a sketch with few of these then needs
+        no comparison.
         """
-        grams = self._find_grams(sketch)
+        grams = self._grams[row, : self.sizes[row]].astype(np.int64)
         frequencies = self.frequencies[grams]
         order = np.argsort(frequencies, kind="stable")
         num_rarest = len(grams) - math.ceil(least_shared - _TOLERANCE) + 1
-        if num_rarest <= 0:
-            return grams[:0], len(grams)
         num_infrequent = int((frequencies <= _FREQUENT).sum())
         num_rarest = max(num_rarest, min(num_rarest + len(grams) // 8, num_infrequent))
         return grams[order[:num_rarest]], len(grams) - num_rarest
 
-    def compute_overlaps(self, sketch: np.ndarray, rows: np.ndarray) -> np.ndarray:
-        """Return the Jaccard similarities of a sketch and c sketches of the index, float64 (c,).
+    def compute_overlaps(self, row: int, rows: np.ndarray) -> np.ndarray:
+        """Return the Jaccard similarities of a sketch and c other sketches, float64 (c,).
 
         They are those of the 5-grams up to the last hash of a full sketch: up to there, all are
         known.
         """
-        grams = self._find_grams(sketch)
+        sketch, others = self.sketches[row], self.sketches[rows]
+        grams = self._grams[row, : self.sizes[row]]
         self._is_in_sketch[grams] = True
         num_shared = self._is_in_sketch[self._grams[rows]].sum(axis=1)
         self._is_in_sketch[grams] = False
-        others = self.sketches[rows]
         limits = np.minimum(np.minimum(sketch[-1], others[:, -1]), _LAST_HASH)
         num_grams = np.searchsorted(sketch, limits, side="right")
         num_other_grams = (others <= limits[:, None]).sum(axis=1)
         return num_shared / (num_grams + num_other_grams - num_shared)
-
-    def _find_grams(self, sketch: np.ndarray) -> np.ndarray:
-        """Return the grams of a sketch that the index has."""
-        hashes = sketch[sketch < _PADDING]
-        positions = np.searchsorted(self._hashes, hashes)
-        return positions[self._hashes[positions] == hashes]
 
 
 def _make_sketches(texts: Sequence[str]) -> np.ndarray:
@@ -344,8 +321,8 @@ class Grouping(NamedTuple):
     Attributes:
         group_of_record: number of the group of each record.
         queries_of_group: {group: number of distinct queries of its records}.
-        key_of_group: {group: its alphabetically first query}. Group numbers depend on the order of
-            the records, this key does not.
+        key_of_group: {group: its alphabetically first query}. Unlike the number of the group, it
+            does not depend on the order of the records.
         groups_of_test: groups that are linked with the test set that the data came with.
         num_near_duplicates: number of texts that nearly equal an earlier text.
     """
@@ -363,7 +340,7 @@ class Grouping(NamedTuple):
 
 def group_records(
     records: Sequence[Record],
-    test: BeirDataset | None,
+    test_texts: Iterable[str] = (),
     by_query: bool = False,
     documents: Iterable[Passage] = (),
     show_progress: bool = False,
@@ -371,11 +348,10 @@ def group_records(
     """Group the records that are linked.
 
     Args:
-        test: a test set that the data came with.
+        test_texts: the texts of a test set that the data came with.
         by_query: True to link records by queries alone, so that a held-out query may have passages
             in training. A passage that is a query too, or nearly so, counts as a query.
-        documents: the corpus. Passages that are one of its documents, with its title or without it,
-            are linked.
+        documents: the corpus, whose documents link passages with and without their title.
     """
     # Each distinct normalised text has a number, and a group is a set of these.
     text_numbers: dict[str, int] = {}
@@ -388,12 +364,7 @@ def group_records(
         query = get_number(record.query)
         if not by_query:
             links += [(query, get_number(positive)) for positive in record.positives]
-    test_texts = set()
-    if test is not None:
-        for query_id, query_text in test.queries.items():
-            test_texts.add(get_number(query_text))
-            if not by_query:
-                test_texts.update(map(get_number, get_positives(test, query_id)))
+    numbers_of_test = set(map(get_number, test_texts))
     if by_query:
         passages = [positive for record in records for positive in record.positives]
         passages_like_queries = find_near_duplicates(passages, text_numbers)
@@ -430,7 +401,7 @@ def group_records(
         group_of_record,
         queries_of_group={group: len(members) for group, members in queries.items()},
         key_of_group=key_of_group,
-        groups_of_test={groups[text] for text in test_texts},
+        groups_of_test={groups[number] for number in numbers_of_test},
         num_near_duplicates=num_near_duplicates,
     )
 
@@ -444,5 +415,5 @@ def group_queries(dataset: BeirDataset) -> dict[str, int]:
     records = []
     for query_id, text in dataset.queries.items():
         records.append(Record(text, get_positives(dataset, query_id), negatives=[]))
-    groups = group_records(records, None).group_of_record
+    groups = group_records(records).group_of_record
     return dict(zip(dataset.queries, groups, strict=True))

@@ -1,8 +1,7 @@
 """Records of training data and passages of a corpus, and the detection of a file's format.
 
-A file's rows are mappings (`contaccum.data.rows`). `RecordSource` makes a `Record` of each row, or
-reports the `Fault` of a bad row. Which positives and negatives an epoch trains on is decided in
-`contaccum.data.sampling`.
+`RecordSource` makes a `Record` of each row of a file (`contaccum.data.rows`), or reports the
+`Fault` of a bad row. `contaccum.data.sampling` decides what an epoch trains on.
 """
 
 from __future__ import annotations
@@ -13,11 +12,10 @@ import re
 from collections.abc import Iterator, Mapping, Sequence
 from itertools import compress
 from pathlib import Path
-from typing import Any, Literal, NamedTuple, cast, get_args
+from typing import Any, Literal, NamedTuple
 
 from contaccum.data.beir import (
     OUTSIDE_CORPUS,
-    convert_llama_index,
     find_beir_file,
     get_positives,
     is_beir_folder,
@@ -29,7 +27,6 @@ from contaccum.data.rows import (
     RecordReport,
     Rows,
     get_first_value,
-    parse_header,
     parse_id,
     parse_number,
     parse_rows,
@@ -43,19 +40,13 @@ from contaccum.data.rows import (
 )
 from contaccum.errors import ConfigError, DataError, check_choice, closest, one_line, quoted
 from contaccum.files import AnyPath, fingerprint
-from contaccum.settings import DataFormat
 
 Columns = Mapping[str, str] | Sequence[str] | None
 """Names of columns by role, as `parse_columns` takes them."""
 Option = Literal["data_columns", "corpus_columns"]
 
-DATA_FORMATS: tuple[DataFormat, ...] = get_args(DataFormat)
-
 SPLIT_RECORD = "split.json"
 """The file that marks a folder of `contaccum split`, and has its counts."""
-
-_SAVED_DATASET_FILES = ("state.json", "dataset_dict.json")
-"""Files that `save_to_disk` of `datasets` writes, for a dataset and for a dict of splits."""
 
 _HUB_NAME = r"([\w.-]+/)?[\w-]+(\.[0-9][\w.-]*)?(:[\w.-]+)?"
 
@@ -72,17 +63,14 @@ _USUAL_NAMES = {
     "negative_ctxs",
     # Title of the positives that are plain texts. A passage object has its own "title".
     "title": "title",
-    # Score or label of a pair, or a list of them for a list of passages. It is a match if the score
-    # is at least `min_score`. These names are compared without case, blanks and underscores.
+    # Compared without case, blanks and underscores.
     "score": "score label labels relevance relevant is_relevant rel match is_match similarity "
     "is_similar is_positive is_duplicate grade rating",
 }
 FIELDS = {role: tuple(names.split()) for role, names in _USUAL_NAMES.items()}
-"""{role: usual names of the field}. The first name that a record has is used.
-
-The fields `negative_1`, `negative_2` ... hold negatives too. The names include those of
-FlagEmbedding, Tevatron (src/tevatron/retriever/dataset.py), and sentence-transformers' scored
-pairs.
+"""{role: usual names of the field}, those of FlagEmbedding, Tevatron and sentence-transformers
+among them. The first name that a record has is used. `negative_1`, `negative_2` ... are negatives
+too.
 """
 
 # Words that files have in place of the labels 1 and 0, after `_fold`.
@@ -95,11 +83,10 @@ _MIN_SCORE_REMEDY = (
     "--min_score 1"
 )
 _LIST = re.compile(r"""\[\]|[\[{]\s*[\[{]?['"].*[\]}]""", re.DOTALL)
-"""A list or an object of texts, as pandas writes it into a cell."""
+"""A list or an object of texts in a cell, as pandas writes it."""
 
 GENERATED_BY = "generated_by"
 """The field with the name of the model that wrote a query."""
-_DATA_DESIGNER_FIELDS = ("deduplicated_qa_pairs", "chunks")
 
 CORPUS_FIELDS = {
     "id": ("_id", "id", "docid", "doc_id", "pid", "passage_id"),
@@ -110,10 +97,7 @@ CORPUS_FIELDS = {
 
 
 class Record(NamedTuple):
-    """A query and its passages, each once, in the order of the file.
-
-    Passages are texts, each "title text".
-    """
+    """A query and its passages, each a text "title text" and once, in the order of the file."""
 
     query: str
     positives: list[str]
@@ -133,62 +117,25 @@ class Passage(NamedTuple):
         return passage_text(self.title, self.text)
 
 
-def sniff_format(source: AnyPath, columns: Mapping[str, str] | None = None) -> DataFormat:
-    """Detect the format of training data: a file, a folder, or the name of a dataset on the hub.
+def sniff_format(source: AnyPath) -> str:
+    """Detect the format of a file, a folder, or the name of a dataset on the hub.
 
-    "pairs" is returned for "triplets" too, as both are read in the same way. A table is recognised
-    by the usual names of its columns, or by ``columns``, the names of columns by role.
-
-    Raises:
-        DataError: if the format is unknown, or the file does not exist or is empty.
+    It is "beir", "hub", "parquet", "dpr" (a JSON array), "pairs" (JSON lines), or else "csv".
     """
     path = Path(source)
     if path.is_dir():
         if (path / SPLIT_RECORD).is_file():
             raise DataError(f"{path}: a folder of contaccum split (give {path}/train.jsonl)")
-        if is_beir_folder(path):
-            return "beir"
-        if not _is_saved_dataset(path):
-            expected = ", ".join(("corpus.jsonl", *_SAVED_DATASET_FILES))
-            raise DataError(f"{path}: a folder without any of {expected} (see docs/data.md)")
-    layout, head = _sniff_layout(path)
-    if layout == "pairs" and b'"positive_passages"' in head:
-        return "tevatron"
-    if layout != "csv":
-        return layout
+        return "beir" if is_beir_folder(path) else "hub"
+    if re.fullmatch(_HUB_NAME, str(path)) and not path.exists():
+        return "hub"
+    head = read_head(path)
     if not head:
         raise DataError(f"{path}: is empty, or damaged at its start")
-    known_names = {*(columns or {}).values()}.union(*FIELDS.values())
-    names, _ = parse_header(head)
-    if not known_names.isdisjoint(names):
-        return "csv"
-    missing = f"there is no column {quoted(', '.join(columns.values()))}; " if columns else ""
-    first_line = head.decode("utf-8", "replace").partition("\n")[0]
-    raise DataError(
-        f"{path}: neither JSON nor a table in UTF-8 with a header of known column names; {missing}"
-        f"it starts with {quoted(first_line, 200)} (give it a header, such as query,positive, or "
-        "name its columns with --data_columns)"
-    )
-
-
-def _sniff_layout(path: Path) -> tuple[DataFormat, bytes]:
-    """Return how a file or dataset is read, and the start of a file.
-
-    The layout is "hub", "parquet", "dpr" (a JSON array), "pairs" (JSON lines) or "csv".
-    """
-    is_hub_name = re.fullmatch(_HUB_NAME, str(path)) is not None and not path.exists()
-    if path.is_dir() or is_hub_name:
-        return "hub", b""
-    head = read_head(path)
-    starts: dict[bytes, DataFormat] = {PARQUET_MAGIC: "parquet", b"[": "dpr", b"{": "pairs"}
-    for start, layout in starts.items():
+    for start, data_format in ((PARQUET_MAGIC, "parquet"), (b"[", "dpr"), (b"{", "pairs")):
         if head.startswith(start):
-            return layout, head
-    return "csv", head
-
-
-def _is_saved_dataset(path: Path) -> bool:
-    return any((path / name).exists() for name in _SAVED_DATASET_FILES)
+            return data_format
+    return "csv"
 
 
 def _read_rows(
@@ -208,7 +155,7 @@ def _read_rows(
     else:
         rows = read_json_lines(path)
     fields: dict[str, None] = {}
-    for line, row in _expand_data_designer(rows):
+    for line, row in rows:
         if not isinstance(row, Fault):
             fields.update(dict.fromkeys(row))
         yield line, row
@@ -219,30 +166,6 @@ def _read_rows(
                 f"{quoted(', '.join(fields), 200)}{closest(name, fields)} (correct {role}={name} "
                 f"in {option}, or leave it out; one of several sets can have columns of its own)"
             )
-
-
-def _expand_data_designer(rows: Rows) -> Rows:
-    """Yield a row for each question of the rows of data-designer-retrieval-sdg; others as they are.
-
-    Such a row has chunks, and questions with the numbers of the chunks that answer them.
-    """
-    for line, row in rows:
-        if isinstance(row, Fault) or not all(name in row for name in _DATA_DESIGNER_FIELDS):
-            yield line, row
-            continue
-        questions, chunks = (row[name] for name in _DATA_DESIGNER_FIELDS)
-        try:
-            texts = {chunk["chunk_id"]: chunk["text"] for chunk in chunks}
-            found = []
-            for pair in questions:
-                positive = [texts[number] for number in pair["segment_ids"]]
-                found.append({"query": pair["question"], "positive": positive})
-        except (KeyError, TypeError) as error:
-            detail = f"{type(error).__name__} {quoted(str(error))}"
-            yield line, Fault("questions or chunks of another form", detail)
-            continue
-        for pair in found:
-            yield line, {**pair, GENERATED_BY: "data-designer-retrieval-sdg"}
 
 
 def _load_dataset(path: Path, data_format: str, split: str | None) -> Any:
@@ -259,7 +182,7 @@ def _load_dataset(path: Path, data_format: str, split: str | None) -> Any:
             return datasets.load_dataset(
                 "parquet", data_files=source, split="train", streaming=True, batch_size=1000
             )
-        if _is_saved_dataset(path):
+        if path.is_dir():
             loaded = datasets.load_from_disk(source)
         else:
             name, _, config = source.partition(":")
@@ -268,7 +191,7 @@ def _load_dataset(path: Path, data_format: str, split: str | None) -> Any:
         message = f"cannot be loaded as a Hugging Face dataset: {str(error)[:300]}"
         if not path.exists():
             message = f"no such file or folder, and it {message}"
-        raise DataError(f"{source}: {message}") from error
+        raise DataError(f"{source}: {message} (see docs/data.md)") from error
     if not isinstance(loaded, dict):
         return loaded
     splits = list(loaded)
@@ -284,7 +207,6 @@ def _load_dataset(path: Path, data_format: str, split: str | None) -> Any:
 
 def read_records(
     path: AnyPath,
-    data_format: DataFormat | None = None,
     split: str = "train",
     columns: Mapping[str, str] | None = None,
     report: RecordReport | None = None,
@@ -295,45 +217,38 @@ def read_records(
     Args:
         path: a file, plain or gzip (parquet: plain), a folder, or the name of a Hugging Face
             dataset; see docs/data.md.
-        data_format: one of `DATA_FORMATS`; None: detected from the content.
         split: split of a BEIR folder, or of a Hugging Face dataset; ignored for a file.
-        columns: {role: column name} for columns with unusual names, such as {"query": "user_text"};
-            the roles and their usual names are in `FIELDS`.
+        columns: {role: column name} for names that are not among those of `FIELDS`.
         report: receives the counts of used and bad records; None: an error at the first bad record.
-        min_score: for scored pairs, the least score (or label) of a positive pair; pairs below it
-            are left out and counted. None: scores of pairs are not read.
+        min_score: the least score (or label) of a positive pair; pairs below it are left out and
+            counted. None: scores of pairs are not read.
 
     Raises:
-        ConfigError: for an unknown format, or settings that the format does not have.
+        ConfigError: for settings that the format does not have.
         DataError: for a format that cannot be detected, and during reading for a source or a record
             that cannot be used.
     """
-    source = RecordSource(path, data_format, split, columns, min_score=min_score)
+    source = RecordSource(path, split, columns, min_score)
     return source.records(report or RecordReport())
 
 
 class RecordSource:
-    """A file, folder or dataset of training records, whose format is known.
+    """A file, folder or dataset of training records; arguments and errors as in `read_records`.
 
-    The first record with a query and a positive decides which fields hold them in all records. If
-    the fields were chosen for each record, a record that lacks "positive" but has a field "text"
-    could silently get a wrong positive.
-
-    The arguments and errors are those of `read_records`.
+    The first record with a query and a positive decides which fields hold them in all records.
+    Otherwise a record that lacks "positive" but has a field "text" could get a wrong positive.
     """
 
     def __init__(
         self,
         path: AnyPath,
-        data_format: str | None = None,
         split: str = "train",
         columns: Columns = None,
         min_score: float | None = None,
     ) -> None:
-        check_choice("data_format", data_format, (None, *DATA_FORMATS))
-        self.path = convert_llama_index(Path(os.path.expanduser(path)), split)
+        self.path = Path(os.path.expanduser(path))
         self._columns = parse_columns(columns)
-        self.data_format = cast(DataFormat, data_format or sniff_format(self.path, self._columns))
+        self.data_format = sniff_format(self.path)
         self._split = split
         self._min_score = min_score
         self._first_record: Record | None = None
@@ -346,11 +261,8 @@ class RecordSource:
                 f"{self.path}: BEIR data have no fields for data_columns or min_score"
             )
 
-    def records(self, report: RecordReport, rows: Rows | None = None) -> Iterator[Record]:
-        """Yield every record that can be used, and count the others in the report.
-
-        ``rows`` are numbered rows in memory, which replace those of the file.
-        """
+    def records(self, report: RecordReport) -> Iterator[Record]:
+        """Yield every record that can be used, and count the others in the report."""
         if self.data_format == "beir":
             dataset = load_beir_folder(self.path, self._split, report=report)
             report.leave_out(self.path, OUTSIDE_CORPUS, len(dataset.list_missing_documents()))
@@ -363,9 +275,7 @@ class RecordSource:
                     self._first_record = self._first_record or record
                     yield record
             return
-        rows = rows or _read_rows(
-            self.path, self.data_format, self._split, self._columns, "data_columns"
-        )
+        rows = _read_rows(self.path, self.data_format, self._split, self._columns, "data_columns")
         num_matches = 0
         roles_of_numbers = {"query", "positives", "negatives"}
         for parsed in parse_rows(self.path, rows, self._parse, report):
@@ -374,11 +284,8 @@ class RecordSource:
                 continue
             num_matches += 1
             self._first_record = self._first_record or parsed
-            for role in list(roles_of_numbers):
-                value = getattr(parsed, role)
-                texts = [value] if isinstance(value, str) else value
-                if not all(map(_is_number, texts)):
-                    roles_of_numbers.discard(role)
+            texts = {**parsed._asdict(), "query": [parsed.query]}
+            roles_of_numbers = {r for r in roles_of_numbers if all(map(_is_number, texts[r]))}
             yield parsed
         for role in sorted(roles_of_numbers):
             if num_matches > 1 and getattr(self._first_record, role):
@@ -402,7 +309,7 @@ class RecordSource:
     def key(self, *settings: Any) -> str:
         """Return the key of the records in the cache of `datasets`: a sha256, in hex.
 
-        The key changes with every setting, and with the path, size or modification time of a file.
+        It changes with every setting, and with the path, size or modification time of a file.
         ``settings`` are further values that change which records are read.
         """
         files = [self.path]
@@ -417,7 +324,6 @@ class RecordSource:
             if file.exists():
                 state = file.stat()
                 file_states.append((str(file.resolve()), state.st_size, state.st_mtime_ns))
-        # The states contain absolute paths, so the path as given is needed only without files.
         path_without_files = "" if file_states else str(self.path)
         return fingerprint(
             _CACHE_VERSION,
@@ -500,9 +406,8 @@ class RecordSource:
         """Return, for each passage of a row, if its score or label is that of a match.
 
         A list of passages may have a list of scores, and a single one a list of one score. Another
-        score is that of all passages. Raises `Fault` for a list of another length; with
-        `min_score`, for a score that is missing or not a number; without it, for a row without
-        match, and for every score of a pair with a field `sentence1`.
+        score is that of all passages. Raises `Fault` for scores that do not fit the passages or
+        `min_score`; without it, for a row without match, and for a score beside `sentence1`.
         """
         num_passages = len(passages) if isinstance(passages, list) else 1
         is_match = [True] * num_passages
@@ -563,7 +468,7 @@ def _make_missing_field_fault(
 def _parse_passages(value: Any, field_name: str, title: str = "") -> list[str]:
     """Return the passages of a field: a text, an object {"title", "text"}, or a list of these.
 
-    ``title`` is the title of the passages that are texts. Raises `Fault` for other values.
+    ``title`` is the title of the passages that are texts.
     """
     passages: list[str] = []
     for item in value if isinstance(value, list) else [value]:
@@ -595,17 +500,13 @@ def _is_number(value: Any) -> bool:
 
 
 def parse_columns(columns: Columns, option: Option = "data_columns") -> dict[str, str]:
-    """Return column names by role.
+    """Return column names by role; raises `ConfigError` for what cannot be used.
 
     Args:
-        columns: a mapping, a list of words ``ROLE=NAME``, or a list of one JSON object such as
-            ``'{"query": "user_text"}'``; None: no columns.
+        columns: a mapping, a list of words ``ROLE=NAME``, or a list of one mapping as JSON text;
+            None: no columns.
         option: "data_columns" for the roles of `FIELDS`, "corpus_columns" for those of
             `CORPUS_FIELDS`.
-
-    Raises:
-        ConfigError: for a role that does not exist or has several columns, or words of another
-            form.
     """
     if not columns:
         return {}
@@ -614,15 +515,14 @@ def parse_columns(columns: Columns, option: Option = "data_columns") -> dict[str
     try:
         if isinstance(columns, Mapping):
             pairs = list(columns.items())
-        elif columns[0].startswith("{"):
+        elif columns[0].startswith("{"):  # a mapping of the settings, as text
             pairs = list(json.loads(columns[0]).items())
         else:
             pairs = [word.split("=", 1) for word in columns]
         name_by_role = dict(pairs)
     except ValueError as error:
         raise ConfigError(
-            f"{option}: neither ROLE=NAME nor one JSON object: {quoted(columns)} "
-            '(for example title=heading, or {"title": "heading"})'
+            f"{option}: not ROLE=NAME, such as title=heading: {quoted(columns)}"
         ) from error
     for role in name_by_role:
         check_choice(f"{option}: a role", role, fields)
@@ -641,25 +541,17 @@ def read_passages(
     """Yield every passage of a corpus, in the order of the file. Repeated ids are not refused.
 
     Args:
-        path: a BEIR folder; a file of LlamaIndex, of JSON lines, or with a JSON array; a table with
-            a header, as DPR publishes it; a parquet file; or a Hugging Face dataset. Text files may
-            be gzip.
-        report: receives the counts of used and bad records.
+        path: a BEIR folder; a file of JSON lines, or with a JSON array; a table with a header, as
+            DPR publishes it; a parquet file; or a Hugging Face dataset. Text files may be gzip.
+        report: receives the counts of used and bad records, or raises `DataError` for them.
         may_be_blank: True to yield passages without title and text, which published sets have;
             False: they are bad records.
-        columns: {role: column name} for columns with unusual names, such as {"text": "content"};
-            see `parse_columns`. The roles and their usual names are in `CORPUS_FIELDS`.
-
-    Raises:
-        ConfigError: for columns that cannot be used.
-        DataError: for a corpus that cannot be read, or a bad record under "stop".
+        columns: {role: column name} for names that are not among those of `CORPUS_FIELDS`.
     """
     columns = parse_columns(columns, "corpus_columns")
     path = Path(os.path.expanduser(path))
-    path = convert_llama_index(path, "test")
     if is_beir_folder(path):
         path = find_beir_file(path, "corpus.jsonl")
-    layout, _ = _sniff_layout(path)
     names = _list_names(CORPUS_FIELDS, columns)
 
     def parse_passage(row: Mapping[str, Any]) -> Passage:
@@ -674,5 +566,5 @@ def read_passages(
             raise Fault("empty passage", quoted(passage.id))
         return passage
 
-    rows = _read_rows(path, layout, None, columns, "corpus_columns")
+    rows = _read_rows(path, sniff_format(path), None, columns, "corpus_columns")
     return parse_rows(path, rows, parse_passage, report)

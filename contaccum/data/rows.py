@@ -1,8 +1,8 @@
 """Rows of data files, and reports of records that cannot be used.
 
-A record that cannot be used is a `Fault`. It either stops the run with one error line that names
-file and line, or it is left out and counted in a `RecordReport`: no record is lost without being
-counted. Text files may be plain or gzip, in UTF-8 with or without a byte-order mark.
+A record that cannot be used is a `Fault`. It either stops the run with one line that names file and
+line, or is left out and counted in a `RecordReport`. Text files may be plain or gzip, in UTF-8 with
+or without a byte-order mark.
 """
 
 from __future__ import annotations
@@ -29,10 +29,8 @@ from contaccum.files import AnyPath
 
 OnBadRecord = Literal["stop", "skip"]
 Rows = Iterator[tuple[int, Any]]
-"""Rows of a file with their line numbers (JSON array, Arrow table: the numbers of the rows).
-
-A row is a text, a mapping, or the `Fault` that prevents it from being read.
-"""
+"""Texts, mappings, or the `Fault` of an unreadable row, with their line numbers (JSON array, Arrow
+table: the numbers of the rows)."""
 
 PARQUET_MAGIC = b"PAR1"
 """The first bytes of every parquet file."""
@@ -41,7 +39,6 @@ _BYTE_ORDER_MARK = b"\xef\xbb\xbf"
 _UNREADABLE = (OSError, EOFError, zlib.error)  # what reading a damaged gzip file raises
 _HEAD_SIZE = 1 << 16
 _BINARY_START = 256  # bytes that are searched for a zero
-_FLOAT32_MAX = 3.4028235e38
 _NOT_UTF_8 = "not UTF-8 text"
 _SAVE_AS_UTF_8 = "save the file as UTF-8, for example with iconv -f cp1252 -t utf-8"
 
@@ -51,8 +48,7 @@ T = TypeVar("T")
 class Fault(Exception):
     """The reason why one record cannot be used.
 
-    Reports count records by ``reason``, the kind of fault. The default ``remedy``, the advice of
-    the error message, is for a fault of single records.
+    Reports count records by ``reason``. The default ``remedy`` is for a fault of single records.
     """
 
     def __init__(
@@ -68,9 +64,7 @@ class Fault(Exception):
 
 @dataclass
 class RecordReport:
-    """Counts of used, bad and left-out records: seen = used + reported.
-
-    Blank lines and the header of a table are not counted as records.
+    """Counts of used, bad and left-out records, without blank lines: seen = used + reported.
 
     Attributes:
         on_bad_record: "stop" raises `DataError` at the first bad record; "skip" leaves it out.
@@ -110,11 +104,8 @@ class RecordReport:
 
     def restore(self, state: Mapping[str, Any]) -> None:
         """Set the counts to those of another report, given as its `vars` (from JSON)."""
-        self.by_file = Counter(state["by_file"])
-        self.repeated = Counter(state["repeated"])
-        self.reported = state["reported"]
-        self.by_reason = Counter(state["by_reason"])
-        self.first = state["first"]
+        for name, value in state.items():
+            setattr(self, name, Counter(value) if isinstance(value, dict) else value)
 
     def summary(self) -> str:
         """Return one line: the records of each file, and how many were used, left out, and why."""
@@ -137,19 +128,11 @@ class RecordReport:
 def parse_rows(
     path: AnyPath, rows: Rows, parse: Callable[[Any], T], report: RecordReport
 ) -> Iterator[T]:
-    """Yield the parsed rows of a file, without bad records.
+    """Yield the parsed rows of a file, without bad records, but at least one.
 
-    To count repeated records, memory holds a hash of 8 bytes for each. Two different ones have the
-    same hash in rare cases only.
-
-    Args:
-        path: the file, for messages.
-        parse: a function that parses a row, or raises `Fault`; None: a setting leaves the row out.
-        report: counts go here, unless it has counted the same file before; its `on_bad_record`
-            decides about bad records.
-
-    Raises:
-        DataError: at a bad record under "stop", or if no record can be used.
+    Memory holds a hash of 8 bytes for each, which counts repeated records. ``parse`` returns None
+    for a row that a setting leaves out. ``report`` receives the counts, unless it has counted the
+    same file before.
     """
     if str(path) in report.by_file:
         report = RecordReport(report.on_bad_record)
@@ -186,7 +169,7 @@ def passage_text(title: str, text: str) -> str:
 def parse_text(value: object, field_name: str, may_be_blank: bool = False) -> str:
     """Return the content of a field if it is a text; "" for None if it may be blank.
 
-    Raises `Fault` for another type, invalid Unicode, and what is missing or blank but must not be.
+    Raises `Fault` for other types, invalid Unicode, and blanks that must not be.
     """
     if value is None and may_be_blank:
         return ""
@@ -221,13 +204,12 @@ def parse_id(value: object, field_name: str) -> str:
 
 
 def parse_number(value: object) -> float:
-    """Return a number, or a text that holds one; raises `Fault` unless float32 can hold it."""
+    """Return a finite number, or a text that holds one; raises `Fault` for other values."""
     try:
         number = float(value)  # type: ignore[arg-type]  # other types raise TypeError
     except (TypeError, ValueError, OverflowError):
         number = math.nan
-    is_finite_float32 = abs(number) <= _FLOAT32_MAX  # False for NaN
-    if not is_finite_float32:
+    if not math.isfinite(number):
         raise Fault("score is not a number", f"found {quoted(value)}")
     return number
 
@@ -255,9 +237,8 @@ def parse_question_line(line: str) -> list[str]:
 def _open(path: AnyPath) -> Iterator[gzip.GzipFile | io.BufferedReader]:
     """Open a file for reading bytes after a byte-order mark, and unpack gzip.
 
-    Raises:
-        DataError: if the file cannot be read, or has a zero byte at its start, as UTF-16, archives
-            and Excel workbooks have.
+    Raises `DataError` if it cannot be read, or has a zero byte at its start, as UTF-16, archives
+    and Excel workbooks have.
     """
     if not os.path.isfile(path) or not os.access(path, os.R_OK):
         raise DataError(f"{path}: no such file, or it may not be read (check the path)")
@@ -277,11 +258,7 @@ def _open(path: AnyPath) -> Iterator[gzip.GzipFile | io.BufferedReader]:
 
 
 def read_head(path: AnyPath) -> bytes:
-    """Return up to 64 KB from the start of a file, unpacked, without leading white space.
-
-    The result is empty for a file that is damaged there. Reading its rows reports the damage with
-    its line.
-    """
+    """Return up to 64 KB of a file, unpacked, without leading white space; none if damaged."""
     with _open(path) as file, suppress(*_UNREADABLE):
         return file.read1(_HEAD_SIZE).lstrip()
     return b""
@@ -333,8 +310,7 @@ def _require_object(value: object) -> object:
 def read_json_array(path: AnyPath) -> Rows:
     """Yield the objects of a JSON array with their numbers, one in memory at a time.
 
-    Raises:
-        DataError: for broken JSON, because the objects after it cannot be separated.
+    Raises `DataError` for broken JSON, because the objects after it cannot be separated.
     """
     import ijson
 
@@ -353,8 +329,8 @@ def read_json_array(path: AnyPath) -> Rows:
 def parse_header(head: bytes) -> tuple[list[str], dict[str, Any]]:
     """Return the names of a table's columns, and options of `csv.reader`, from the file's start.
 
-    There are no names if the bytes are not a table. The delimiter is the comma, semicolon or tab
-    that is most frequent in the first line outside of quotes.
+    The delimiter is the most frequent comma, semicolon or tab outside of quotes. Bytes that are not
+    a table have no names.
     """
     line = head.decode("utf-8", "replace").partition("\n")[0]
     unquoted_line = re.sub('"[^"]*"', "", line)
@@ -371,9 +347,8 @@ def parse_header(head: bytes) -> tuple[list[str], dict[str, Any]]:
 def read_csv(path: AnyPath) -> Rows:
     """Yield the rows of a table with a header, as {column name: cell}; a blank cell is None.
 
-    Raises:
-        DataError: for a broken quote, because the rows after it cannot be separated, and for a
-            column name that occurs twice.
+    Raises `DataError` for a column name that occurs twice, and for a broken quote, because the rows
+    after it cannot be separated.
     """
     # The csv module's own limit of 128 KB per cell would refuse long documents.
     csv.field_size_limit(2**31 - 1)

@@ -40,10 +40,9 @@ class EpochBatchSampler(DefaultBatchSampler):
 
 
 class _HashedRows:
-    """Data set for `NoDuplicatesBatchSampler` of N rows with a hash in place of each of c texts.
+    """Data set for `NoDuplicatesBatchSampler` with a hash in place of each text, to save memory.
 
-    The sampler compares the values of rows only, and hashes take less memory than texts. A missing
-    text (None) equals no other one.
+    A missing text (None) equals no other one.
     """
 
     column_names = ()
@@ -70,9 +69,8 @@ class _HashedRows:
 
 
 class DistinctBatchSampler(NoDuplicatesBatchSampler):
-    """Batches in which no query, first positive or first h negatives of a record occur twice.
+    """Batches in which no text of `contaccum.data.sampling.first_texts` occurs twice.
 
-    `contaccum.data.sampling.first_texts` returns these texts. They do not depend on the epoch.
     Texts that are sampled in each epoch (other positives or negatives) may occur twice in a batch.
     """
 

@@ -6,9 +6,8 @@ The text columns of a data set hold only the row number, and a transform of `dat
     stored   {"query": 7, "positive": 7, "negative_1": 7}
     read     {"query": "a question", "positive": "its answer", "negative_1": "another passage"}
 
-The sampled texts are a function of (seed, epoch, row) alone: they are the same after a resume, in
-every worker, and on any number of ranks. A known positive, a passage that any record lists as a
-positive of a query, is never a negative of this query.
+The sampled texts are a function of (seed, epoch, row) alone. A known positive, a passage that any
+record lists as a positive of a query, is never a negative of this query.
 """
 
 from __future__ import annotations
@@ -89,10 +88,7 @@ class EpochSampling:
         return int(self._seed_and_epoch[1])
 
     def set_epoch(self, epoch: int, seed: int | None = None) -> None:
-        """Set the epoch, from 0, whose texts are read, in this process and in a loader's workers.
-
-        The seed of the sampling stays unchanged if it is None; it is 0 at first.
-        """
+        """Set the epoch, from 0, and the seed, at first 0, also in a loader's workers."""
         self._seed_and_epoch[1] = epoch
         if seed is not None:
             self._seed_and_epoch[0] = seed
@@ -100,12 +96,11 @@ class EpochSampling:
     def __call__(self, batch: dict[str, list[Any]]) -> dict[str, list[Any]]:
         """Replace the row numbers in the text columns of a batch, {column: values}, by texts.
 
-        Other columns are returned unchanged. A column "label" is added if the batch has the columns
-        "query" and "positive", and `has_text_ids` is True.
+        A column "label" is added if the batch has query and positive, and `has_text_ids` is True.
 
         Raises:
-            ConfigError: for other columns without query or positive, which was renamed or removed:
-                the texts could not be matched to the labels.
+            ConfigError: for other columns without query or positive: the texts could not be matched
+                to the labels.
         """
         text_columns = [name for name in batch if name in self.columns]
         other_columns = {name: batch[name] for name in batch if name not in self.columns}
@@ -142,8 +137,7 @@ class EpochSampling:
     def first_texts(self, numbers: list[int]) -> dict[str, list[str | None]]:
         """Return {column: texts} of rows, the same in every epoch: the first ones of their records.
 
-        These are the query, the row's positive (the first of the record, unless each positive has a
-        row of its own), and the first h negatives; None for a missing negative.
+        A missing negative is None.
         """
         texts: dict[str, list[str | None]] = {name: [] for name in self.columns}
         for record, positive_index in self._read_sources(numbers):
@@ -157,8 +151,7 @@ class EpochSampling:
     def pairs(self, numbers: Sequence[int] | None = None) -> Iterator[dict[str, Any]]:
         """Yield {"query": text, "positive": texts} for rows, by number; None: for all rows.
 
-        The first positive is the row's own. If positives are sampled, all positives of the record
-        follow.
+        The first positive is the row's own. If positives are sampled, all of the record follow.
         """
         if numbers is None:
             numbers = range(len(self))
@@ -187,8 +180,7 @@ class EpochSampling:
     ) -> list[str]:
         """Return a row's negatives, filled up to h with positives of other rows.
 
-        Known positives of the query are not used. If too few other passages are found, the
-        negatives are repeated. Raises `DataError` if the row would have no negative at all.
+        If too few are found, the negatives are repeated; `DataError` if there is none at all.
         """
         query_id, *used_ids = text_ids([query, positive, *negatives]).tolist()
         forbidden_ids = set(used_ids)
@@ -216,10 +208,7 @@ class EpochSampling:
 
 
 def get_samplings(dataset: Any) -> list[EpochSampling]:
-    """Return the `EpochSampling` transforms of a data set, or of all data sets of a dict.
-
-    A plain data set, whose texts are not sampled, has none.
-    """
+    """Return the `EpochSampling` transforms of a data set, or of all data sets of a dict."""
     if isinstance(dataset, dict):
         return [sampling for part in dataset.values() for sampling in get_samplings(part)]
     data_format = getattr(dataset, "format", None) or {}
@@ -251,8 +240,7 @@ def text_ids(texts: Iterable[Any]) -> np.ndarray:
 def collect_known_positives(pairs: np.ndarray) -> np.ndarray | None:
     """Return the distinct pairs of all queries that have more than one positive.
 
-    A query with a single positive needs no entry: the positive is in the query's own row. For
-    example, the pairs (1, 5), (2, 6), (2, 7), (2, 6) give [[2, 6], [2, 7]].
+    For example, the pairs (1, 5), (2, 6), (2, 7), (2, 6) give [[2, 6], [2, 7]].
 
     Args:
         pairs: text ids of a query and of one of its positives, int64 (n, 2), in any order.

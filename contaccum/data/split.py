@@ -17,9 +17,9 @@ A split is written as a folder:
                    judgements are in qrels/test.tsv; if some queries are known, their judgements
                    are also in qrels/known.tsv, and those of the others in qrels/new.tsv
 
-The same data, sizes and seed hold out the same queries, whatever the order of the records. Texts
-are compared after `normalise`. A document is a copy of a passage of the records if its title and
-text together, or its text alone, have the words of the passage.
+The same data, sizes and seed hold out the same queries, whatever the order of the records. A
+document is a copy of a passage of the records if its title and text together, or its text alone,
+have the words of the passage.
 """
 
 from __future__ import annotations
@@ -27,7 +27,6 @@ from __future__ import annotations
 import hashlib
 import json
 import math
-import re
 from collections import Counter
 from collections.abc import Container, Iterable, Mapping, Sequence, Set
 from dataclasses import asdict, dataclass, fields
@@ -43,6 +42,7 @@ from contaccum.data.beir import (
     write_beir_folder,
     write_qrels,
 )
+from contaccum.data.corpus import read_texts
 from contaccum.data.near_duplicates import (
     Grouping,
     find_near_duplicates,
@@ -60,7 +60,7 @@ from contaccum.data.records import (
     read_passages,
 )
 from contaccum.data.rows import RecordReport
-from contaccum.errors import ConfigError, DataError, check_choice, quoted
+from contaccum.errors import ConfigError, DataError, check_choice
 from contaccum.files import (
     AnyPath,
     Fingerprint,
@@ -75,23 +75,19 @@ from contaccum.files import (
 DEFAULT_SIZES = {"dev": (0.1, 500), "test": (0.2, 1000)}
 """{side: (share of the queries, upper bound)}. With more queries, a search takes longer, and the
 confidence interval of the score hardly becomes narrower."""
-
 LEAST_QUERIES = 10
 """Least number of distinct queries in data that can be split."""
-
-_SMALL_GROUPS_PER_SET = 4
-"""A small group has at most a quarter of the queries of dev or test, whichever has more. A larger
-one would decide the score."""
-
 FEW_TEST_QUERIES = 100
 """Number of test queries below which the split warns: most differences would be noise."""
-
-_MAX_SHARED_QUERIES = 0.2
-"""Largest share of test queries that may have a positive in common with the training records, if
-the test set is to count as one about new passages."""
-
 LEAST_KNOWN_PASSAGES = 20
 """Least number of passages with known queries for which some are held out by default."""
+
+# A small group has at most a quarter of the queries of dev or test, whichever has more. A larger
+# one would decide the score.
+_SMALL_GROUPS_PER_SET = 4
+# If more of the test queries that the data came with have a positive of a training record, dev has
+# known queries too.
+_MAX_SHARED_QUERIES = 0.2
 
 TRAIN_FILE = "train.jsonl"
 CORPUS_FILE = "corpus.jsonl"
@@ -148,16 +144,11 @@ class Split:
         records: number of records in train.jsonl.
         documents: number of documents by side: in corpus.jsonl ("train"), and those to search in
             "dev" and "test".
-        groups: number of groups of linked records.
-        largest_group: number of queries of the largest group.
         near_duplicates: number of texts that nearly equal an earlier text.
         known: number of known queries in dev and in test. The others are new.
         left_out: number of records on no side, which share a text with the data's own test set.
-        negatives_left_out: number of hard negatives that are not in training because they are
-            queries or positives of dev or test, or nearly so.
         settings: the `SplitSettings`.
-        fingerprint: sha256, in hex, of all records and of the settings, without the documents of a
-            given corpus or of the data's own test set.
+        fingerprint: sha256, in hex, of all records and of the settings.
         folds: number of folds of these sizes. The last one can have fewer known test queries.
         positives_added: number of positives of dev and test that the given corpus lacks.
         has_own_test: whether the data came with a test set.
@@ -169,12 +160,9 @@ class Split:
     test: int
     records: int
     documents: dict[str, int]
-    groups: int
-    largest_group: int
     near_duplicates: int
     known: dict[str, int]
     left_out: int
-    negatives_left_out: int
     settings: dict[str, Any]
     fingerprint: str
     folds: int
@@ -191,7 +179,7 @@ class Split:
         return "partly generated" if is_mixed else "generated"
 
     def summary(self) -> str:
-        """Return one line: the numbers of queries, near-duplicates, and positives added."""
+        """Return one line for the user."""
         if self.known == {"dev": self.dev, "test": self.test}:
             kinds = "on known documents"
         elif any(self.known.values()):
@@ -201,8 +189,10 @@ class Split:
             kinds = "on new documents"
             if self.settings["future"] is None and not self.has_own_test:
                 kinds += " (too few passages have several queries for known ones)"
-        line = f"held out: {self.dev:,} dev and {self.test:,} test queries {kinds}; "
-        line += f"{self.train:,} queries to train on"
+        line = (
+            f"held out: {self.dev:,} dev and {self.test:,} test queries {kinds}; "
+            f"{self.train:,} queries to train on"
+        )
         if self.near_duplicates:
             line += f" ({self.near_duplicates:,} near-duplicates kept together)"
         if self.positives_added:
@@ -245,9 +235,9 @@ def split_data(
     """Write a split of training data to a new folder.
 
     A BEIR folder with a split ``test`` keeps this test set. Only dev is then chosen from the split
-    ``train``; records in a group with a text of the test set are left out, and dev is searched in
-    the folder's corpus. If more than a fifth of the test queries share a positive with training
-    queries, only queries are kept apart, so that dev has known queries too.
+    ``train``, and searched in the folder's corpus; records in a group with a text of the test set
+    are left out. If more than a fifth of the test queries share a positive with training queries,
+    only queries are kept apart, so that dev has known queries too.
 
     Args:
         data: the source of the training records, which are all in memory during the split.
@@ -280,23 +270,35 @@ def split_data(
         own_test = load_beir_folder(data.path, "test", report=report)
         given_documents = [Passage(name, **texts) for name, texts in own_test.corpus.items()]
     elif corpus is not None or data.data_format == "beir":
-        given_documents = _read_corpus(
-            data.path if corpus is None else corpus, corpus is None, corpus_columns, report
-        )
+        path = data.path if corpus is None else Path(corpus)
+        given_documents = list(read_texts(path, "document", report, corpus_columns))
     documents = given_documents or []
 
-    by_query = own_test is not None and _shares_passages(records, own_test)
-    grouping = group_records(records, own_test, by_query, documents, show_progress)
-    sizes = _choose_sizes(data.path, grouping, settings, own_test)
-    sides, num_folds = assign_sides(data.path, records, grouping, sizes, settings, show_progress)
-    parts: dict[str, list[Record]] = {"train": [], "dev": [], "test": [], "left out": []}
+    test_records = []
+    if own_test is not None:
+        for query_id, query in own_test.queries.items():
+            test_records.append(Record(query, get_positives(own_test, query_id), negatives=[]))
+    by_query = _shares_passages(records, test_records)
+    test_texts = []
+    for record in test_records:
+        test_texts += [record.query] if by_query else [record.query, *record.positives]
+    grouping = group_records(records, test_texts, by_query, documents, show_progress)
+    sizes = _choose_sizes(data.path, grouping, settings, own_test is not None)
+    sides, num_folds = assign_sides(data.path, records, grouping, sizes, settings)
+    parts: dict[str, list[Record]] = {
+        "train": [],
+        "dev": [],
+        "test": test_records,
+        "left out": [],
+    }
     for record, side in zip(records, sides, strict=True):
         parts[side].append(record)
-    held_out = find_held_out(parts, documents, own_test, show_progress)
-    training_records = [_remove_negatives(record, held_out) for record in parts["train"]]
+    held_out = find_held_out(parts, documents, show_progress)
+    training_records = []
+    for record in parts["train"]:
+        negatives = [text for text in record.negatives if normalise(text) not in held_out]
+        training_records.append(record._replace(negatives=negatives))
     training_corpus = collect_training_corpus(parts["train"], documents, held_out)
-    num_negatives = sum(len(record.negatives) for record in parts["train"])
-    num_used_negatives = sum(len(record.negatives) for record in training_records)
     content = Fingerprint(*sorted(map(_format_record, records)))
     content.add(str(settings), "" if corpus is None else Path(corpus).name)
 
@@ -325,12 +327,9 @@ def split_data(
             **num_queries,
             records=len(training_records),
             documents=num_documents,
-            groups=len(grouping.queries_of_group),
-            largest_group=max(grouping.queries_of_group.values()),
             near_duplicates=grouping.num_near_duplicates,
             known=known,
             left_out=len(parts["left out"]),
-            negatives_left_out=num_negatives - num_used_negatives,
             settings=asdict(settings),
             fingerprint=content.hex(),
             folds=num_folds,
@@ -352,41 +351,21 @@ def read_split(folder: AnyPath) -> Split:
         raise DataError(f"{file}: {error} is missing; split the data again") from error
 
 
-def _read_corpus(
-    corpus: AnyPath, may_be_blank: bool, columns: Columns, report: RecordReport
-) -> list[Passage]:
-    """Return documents; raise `DataError` for an id that is twice, or that qrels cannot hold."""
-    documents: dict[str, Passage] = {}
-    for document in read_passages(corpus, report, may_be_blank, columns):
-        if re.search(r"[\t\r\n]", document.id):
-            raise DataError(
-                f"{corpus}: the id {quoted(document.id)} has a tab or a line break; remove it"
-            )
-        if document.id in documents:
-            raise DataError(
-                f"{corpus}: has the id {quoted(document.id)} twice; keep one of the two"
-            )
-        documents[document.id] = document
-    return list(documents.values())
-
-
 # Sides --------------------------------------------------------------------------------------------
 
 
-def _shares_passages(records: Sequence[Record], test: BeirDataset) -> bool:
-    """Return True if more than a fifth of the test queries have a positive of a training record."""
+def _shares_passages(records: Iterable[Record], test_records: Sequence[Record]) -> bool:
     training_positives = _collect_positives(records)
     num_shared = 0
-    for query_id in test.queries:
-        test_positives = map(normalise, get_positives(test, query_id))
-        num_shared += not training_positives.isdisjoint(test_positives)
-    return num_shared > _MAX_SHARED_QUERIES * len(test.queries)
+    for record in test_records:
+        num_shared += not training_positives.isdisjoint(map(normalise, record.positives))
+    return num_shared > _MAX_SHARED_QUERIES * len(test_records)
 
 
 def _choose_sizes(
-    source: AnyPath, grouping: Grouping, settings: SplitSettings, own_test: BeirDataset | None
+    source: AnyPath, grouping: Grouping, settings: SplitSettings, has_own_test: bool
 ) -> dict[str, int]:
-    """Return the number of dev and test queries; 0 for test if the data came with a test set."""
+    """Return the number of queries to hold out for dev and test."""
     candidates = grouping.queries_of_group.keys() - grouping.groups_of_test
     num_queries = grouping.count_queries(candidates)
     if num_queries < LEAST_QUERIES:
@@ -398,7 +377,7 @@ def _choose_sizes(
     for side, (share, largest) in DEFAULT_SIZES.items():
         size = getattr(settings, side) or min(largest, share * num_queries)
         sizes[side] = max(1, round(size * num_queries if size < 1 else size))
-    if own_test is not None:
+    if has_own_test:
         sizes["test"] = 0
     if sum(sizes.values()) >= num_queries:
         raise ConfigError(
@@ -414,21 +393,16 @@ def assign_sides(
     grouping: Grouping,
     sizes: dict[str, int],
     settings: SplitSettings,
-    show_progress: bool = False,
 ) -> tuple[list[str], int]:
     """Return the side of each record ("train", "dev", "test" or "left out"), and number of folds.
 
     If known and new queries are held out, the small groups are in a random order. New queries come
     from the first of them, which have half of all queries, and known queries from all other groups.
     So a known query has its passages in training in every fold, and no query is known in one fold
-    and new in another.
+    and new in another. ``sizes`` are the numbers of queries to hold out; that of test is 0 if the
+    data came with a test set.
 
-    ``sizes`` are the numbers of queries to hold out. They have no test queries if the data came
-    with a test set.
-
-    Raises:
-        DataError: if too few queries can be held out.
-        ConfigError: for a fold number that is too large.
+    Raises `DataError` if too few queries can be held out, `ConfigError` for too large a fold.
     """
     future = settings.future
     num_linked = sum(number for number in grouping.queries_of_group.values() if number > 1)
@@ -450,7 +424,7 @@ def assign_sides(
         pairs = zip(records, grouping.group_of_record, strict=True)
         other_records = [record for record, group in pairs if group in others]
         candidates, num_known_folds = choose_known_queries(
-            source, other_records, most_known, settings, show_progress
+            source, other_records, most_known, settings
         )
         num_known = Counter(candidates[0].values())
         new_sizes = {side: max(0, size - num_known[side]) for side, size in sizes.items()}
@@ -489,15 +463,14 @@ def choose_sides(
         fold 1   train train test  test  dev   train
         fold 2   dev   train train train test  test
 
-    Raises:
-        DataError: if too many queries are in large groups, or a side gets no group.
+    Raises `DataError` if too many queries are in large groups, or a side gets no group.
     """
     num_available = grouping.count_queries(groups)
     num_held_out = sum(sizes.values())
     if num_available < num_held_out:
         raise DataError(
             f"{source}: cannot hold out {num_held_out:,} queries. Records that share a text, or "
-            f"nearly so, must stay on one side: the largest group has "
+            "nearly so, must stay on one side: the largest group has "
             f"{max(grouping.queries_of_group.values()):,} queries, and small groups, of up to a "
             f"quarter of the larger of dev and test, have {num_available:,} in all "
             f"(raise --{'test' if sizes['test'] else 'dev'}, so that more groups are small, give "
@@ -510,17 +483,12 @@ def choose_sides(
         if offset < num_held_out:
             sides[group] = "test" if offset < sizes["test"] else "dev"
         position += grouping.queries_of_group[group]
-    for side, size in sizes.items():
-        if size > 0 and side not in sides.values():
+    for side in ("dev", "test", "train"):
+        if sizes.get(side, 1) > 0 and side not in sides.values():
             raise DataError(
-                f"{source}: {side} would be empty, because a group of linked records has more than "
-                f"{size:,} queries (raise --{side})"
+                f"{source}: {side} would be empty, because a group of linked records stays on one "
+                "side (give other sizes with --dev and --test)"
             )
-    if "train" not in sides.values():
-        largest_side = max(sizes, key=sizes.__getitem__)
-        raise DataError(
-            f"{source}: no group of linked records is left to train on (lower --{largest_side})"
-        )
     return sides
 
 
@@ -537,7 +505,6 @@ def choose_known_queries(
     records: Sequence[Record],
     sizes: Mapping[str, int],
     settings: SplitSettings,
-    show_progress: bool = False,
 ) -> tuple[dict[int, dict[str, str]], int]:
     """Choose queries whose positives are all positives of queries that stay in training.
 
@@ -552,14 +519,11 @@ def choose_known_queries(
             get their share of them.
 
     Returns:
-        {fold: {normalised query: "dev" or "test"}} of fold 0 and the fold of the settings, empty if
-            too few passages have known queries; and the number of folds whose test set has at least
-            half as many queries as wanted.
-
-    Raises:
-        DataError: if all held-out queries have to be known, and too few can be.
+        {fold: {normalised query: side}} of fold 0 and the fold of the settings, empty if too few
+            passages have known queries; and the number of folds whose test set has at least half as
+            many queries as wanted.
     """
-    grouping = group_records(records, None, by_query=True, show_progress=show_progress)
+    grouping = group_records(records, by_query=True)
     passages: dict[int, set[str]] = {}
     for record, group in zip(records, grouping.group_of_record, strict=True):
         passages.setdefault(group, set()).update(map(normalise, record.positives))
@@ -620,19 +584,15 @@ def choose_known_queries(
 def find_held_out(
     parts: Mapping[str, Sequence[Record]],
     documents: Sequence[Passage],
-    test: BeirDataset | None,
     show_progress: bool = False,
 ) -> set[str]:
     """Return the normalised texts that must not be negatives in training.
 
-    These are the queries and positives of dev, test and the data's own ``test`` set, and the hard
-    negatives of training records and the documents that are copies or near-duplicates of them.
-    Positives of training records are never among them: known queries have some of these too.
+    These are the queries and positives of dev and test, and their copies and near-duplicates among
+    hard negatives and documents. Positives of training records are never among them: known queries
+    have some of these too.
     """
     held_out_records = [*parts["dev"], *parts["test"]]
-    if test is not None:
-        for query_id, query in test.queries.items():
-            held_out_records.append(Record(query, get_positives(test, query_id), negatives=[]))
     held_out = _collect_positives(held_out_records)
     held_out.update(normalise(record.query) for record in held_out_records)
     training_positives = _collect_positives(parts["train"])
@@ -648,10 +608,10 @@ def find_held_out(
 def collect_training_corpus(
     records: Iterable[Record], documents: Sequence[Passage], held_out: Set[str]
 ) -> list[Passage]:
-    """Return the documents that training may use as negatives.
+    """Return the documents that training may use as negatives, without repeated ones.
 
     These are the positives and hard negatives of the training records, and all ``documents``,
-    except for held-out texts, copies of these passages, and repeated documents.
+    except for held-out texts and copies of these passages.
     """
     passages = _collect_passages(records)
     collected = {}  # {normalised text: document}
@@ -694,8 +654,7 @@ def _get_texts(document: Passage) -> set[str]:
 def _add_copies(texts: Set[str], documents: Iterable[Passage]) -> set[str]:
     """Return normalised texts together with those of the documents that are copies of them.
 
-    Words alone are compared, because records may have a full stop, a colon or the end of a line
-    between title and text.
+    Records may have a full stop, a colon or a line break between title and text.
     """
     all_texts = set(texts)
     words = set(map(get_words, texts))
@@ -711,22 +670,13 @@ def _collect_positives(records: Iterable[Record]) -> set[str]:
 
 
 def _collect_passages(records: Iterable[Record]) -> dict[str, str]:
-    """Return {normalised text: text} of the positives and negatives of records.
-
-    Of several texts, it is the first in alphabetical order, whatever the order of the records.
-    """
+    """Return {normalised text: the alphabetically first text} of the passages of records."""
     passages: dict[str, str] = {}
     for record in records:
         for passage in (*record.positives, *record.negatives):
             text = normalise(passage)
             passages[text] = min(passage, passages.get(text, passage))
     return passages
-
-
-def _remove_negatives(record: Record, passages: Set[str]) -> Record:
-    """Return a record without the hard negatives whose normalised text is in `passages`."""
-    negatives = [text for text in record.negatives if normalise(text) not in passages]
-    return record._replace(negatives=negatives)
 
 
 def _hash_text(text: str) -> str:
@@ -755,10 +705,7 @@ def add_to_training(folder: Path, source: RecordSource, report: RecordReport) ->
     Their documents are added to `CORPUS_FILE`. A further record, such as a generated question, is
     left out if its query is one of dev or test, or nearly so, or if a document of it is new there:
     the verdict on new documents is about those without any training query. Returns a line for the
-    user.
-
-    Raises:
-        DataError: no further record is left.
+    user; raises `DataError` if no further record is left.
     """
     training = list(RecordSource(folder / TRAIN_FILE).records(RecordReport()))
     training_positives = _collect_positives(training)
@@ -803,11 +750,11 @@ def judge_documents(
     """Return documents, queries ({id: text}) and qrels of the records of dev or test.
 
     Every document that is a copy of a positive of a query is relevant to the query. For a positive
-    without such a document, documents with the same words are its copies: those that differ only in
-    punctuation or in tags of HTML. Positives without any copy are added to the documents.
+    without such a document, those with the same words are its copies. Positives without any copy
+    are added to the documents.
 
     A query whose own text is a document gets the id of this document, unless the document is
-    relevant to it. An evaluation ignores the document with the id of the query, as in BEIR.
+    relevant to it: as in BEIR, an evaluation ignores the document with the id of the query.
     """
     queries: dict[str, str] = {}  # texts by the normalised text
     positives: dict[str, str] = {}
@@ -856,11 +803,10 @@ def write_beir(
     qrels: Mapping[str, Mapping[str, int]],
     training_positives: Set[str],
 ) -> int:
-    """Write a new BEIR folder, whose split is called ``test``; return the number of known queries.
+    """Write a BEIR folder with the split ``test``; return the number of known queries.
 
-    A query is known if all its relevant documents are copies of ``training_positives``, which are
-    normalised. The judgements of known queries are also written as a split ``known``, and those of
-    the others as ``new``; neither is written if no query is known.
+    If there are some, their judgements are also written as a split ``known``, and those of the
+    others as ``new``. ``training_positives`` are normalised.
     """
     relevant_ids: dict[str, set[str]] = {}
     for query_id, judgements in qrels.items():
@@ -882,9 +828,9 @@ def write_beir(
 
 
 def write_part(dataset: BeirDataset, document_ids: Container[str], folder: Path) -> None:
-    """Write a new BEIR folder with all queries and some documents of a data set.
+    """Write a BEIR folder with the split ``test``: all queries and some documents of a data set.
 
-    Its split is called ``test``. Judgements of the corpus's other documents are left out.
+    Judgements of the corpus's other documents are left out.
     """
     corpus = dataset.corpus
     documents = (Passage(name, **corpus[name]) for name in corpus if name in document_ids)

@@ -69,8 +69,7 @@ def load_data(
         on_bad_record: "stop" or "skip" at a record that cannot be used.
     """
     split = split or get_default_split(source)
-    folder = resolve_beir_data(os.fspath(source), split)
-    return load_beir_folder(folder, split, RecordReport(on_bad_record))
+    return load_beir_folder(resolve_beir_data(source), split, RecordReport(on_bad_record))
 
 
 def evaluate_beir(

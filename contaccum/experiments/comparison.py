@@ -123,7 +123,7 @@ def pool_scores(fold_scores: Sequence[ScoreColumns]) -> ScoreColumns:
         for name, values in scores.items():
             pooled.setdefault(name, {}).update(values)
     records = [Record(query, positives, []) for query, *positives in pooled["texts"].values()]
-    groups = group_records(records, None).group_of_record
+    groups = group_records(records).group_of_record
     pooled["group"] = dict(zip(pooled["texts"], groups, strict=True))
     return pooled
 

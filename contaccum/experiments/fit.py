@@ -158,7 +158,6 @@ def fit(
     *,
     corpus: AnyPath | None = None,
     corpus_columns: Columns = None,
-    data_format: str | None = None,
     data_columns: Columns = None,
     on_bad_record: OnBadRecord = "stop",
     min_score: float | None = None,
@@ -187,7 +186,7 @@ def fit(
         corpus: the documents in which dev and test queries are searched; None: the held-out
             passages and a sample of the others.
         corpus_columns: as ``data_columns``, for ``corpus``: {"id": "chunk_id", "text": "content"}.
-        data_format, on_bad_record: how ``data`` are read, as in `contaccum train`.
+        on_bad_record: how ``data`` are read, as in `contaccum train`.
         data_columns: {role: column name}, such as {"query": "question", "positive": "answer"}, or
             a list of words "role=name".
         min_score: the least score or label of a pair that is a match, for scored pairs.
@@ -218,7 +217,6 @@ def fit(
         path=Path(data).expanduser(),
         corpus=None if corpus is None else Path(corpus).expanduser(),
         corpus_columns=parse_columns(corpus_columns, "corpus_columns") or None,
-        data_format=data_format,
         columns=parse_columns(data_columns) or None,
         on_bad_record=on_bad_record,
         dev=dev,

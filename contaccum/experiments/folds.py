@@ -62,7 +62,7 @@ class Pairs:
         corpus: the documents in which dev and test queries are searched; None: the held-out
             passages and a sample of the others.
         corpus_columns: how the documents are read; see `read_passages`.
-        data_format, columns, on_bad_record: how the pairs are read, as in `contaccum train`.
+        columns, on_bad_record: how the pairs are read, as in `contaccum train`.
         dev, test, future: the sizes of the held-out sets, and the documents of their queries; see
             `SplitSettings`.
         min_score: the least score or label of a pair that is a match; see `read_records`.
@@ -75,7 +75,6 @@ class Pairs:
     path: Path
     corpus: Path | None = None
     corpus_columns: dict[str, str] | None = None
-    data_format: str | None = None
     columns: dict[str, str] | None = None
     on_bad_record: OnBadRecord = "stop"
     dev: float | None = None
@@ -139,9 +138,7 @@ class Pairs:
             self._copy_split(folder)
             return []
         report = RecordReport(self.on_bad_record)
-        pairs = RecordSource(
-            self.path, self.data_format, columns=self.columns, min_score=self.min_score
-        )
+        pairs = RecordSource(self.path, columns=self.columns, min_score=self.min_score)
         settings = SplitSettings(self.dev, self.test, fold=fold, future=self.future)
         split_data(
             pairs,

@@ -244,9 +244,7 @@ def _match_pairs(
     Raises:
         DataError: if queries or passages have no vector.
     """
-    source = RecordSource(
-        pairs.path, pairs.data_format, columns=pairs.columns, min_score=pairs.min_score
-    )
+    source = RecordSource(pairs.path, columns=pairs.columns, min_score=pairs.min_score)
     missing: dict[str, list[str]] = {side: [] for side in SIDES}
     for record in source.records(report):
         names = {"queries": [record.query.strip()], "documents": record.positives}

@@ -39,7 +39,6 @@ def load_data(settings: Settings) -> TrainingSets:
         "num_hard_negatives": settings.num_hard_negatives,
         "positives": settings.positives,
         "missing_negatives": settings.missing_negatives,
-        "data_format": settings.data_format,
         "columns": parse_columns(settings.data_columns),
     }
     return load_training_sets(

@@ -118,8 +118,6 @@ REFUSED = {
     "train --model model --output_dir out": "train_data",
     "train --model ./nothing --output_dir out --train_data pairs.jsonl": "./nothing",
     "train --model model --output_dir out --train_data nothing.jsonl": "nothing.jsonl",
-    "train --model model --output_dir out --train_data nothing.jsonl "
-    "--data_format pairs": "nothing.jsonl",
     "train --model model --output_dir out --train_data pairs.jsonl "
     "--eval_data nothing --eval_strategy epoch": "nothing",
     "train --model model --output_dir out --train_data pairs.jsonl "

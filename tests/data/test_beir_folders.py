@@ -21,8 +21,7 @@ from contaccum.data import (
     load_training_data,
 )
 from contaccum.data.beir import ARCHIVE_MD5, resolve_beir_data, shipped_scifact
-from contaccum.data.records import RecordSource
-from contaccum.data.split import split_data, write_part
+from contaccum.data.split import write_part
 from contaccum.errors import DataError
 from contaccum.evaluation.beir import describe_data, load_data, score_beir_run
 from contaccum.evaluation.evaluator import sample
@@ -220,14 +219,12 @@ def test_shipped_scifact_is_the_published_one(tmp_path):
 # Public sets by name
 
 
-def make_archive(*extra_names: str) -> bytes:
-    """Return the archive of the set fiqa, with extra files of the given names."""
+def make_archive() -> bytes:
+    """Return the archive of the set fiqa."""
     content = io.BytesIO()
     with zipfile.ZipFile(content, "w") as packed:
         for part, file_name in FILE_OF_PART.items():
             packed.writestr(f"fiqa/{file_name}", "\n".join(LINES_OF_PART[part]))
-        for name in extra_names:
-            packed.writestr(name, "x")
     return content.getvalue()
 
 
@@ -239,10 +236,9 @@ def list_names(folder: Path) -> list[str]:
 def server(monkeypatch, tmp_path) -> dict[str, Any]:
     """Replace the network by a dictionary.
 
-    Its keys are "content" (the bytes of each download, or an error), "urls" (the requested URLs)
-    and "hub" (the sets on the hub).
+    Its keys are "content" (the bytes of each download, or an error) and "urls" (those requested).
     """
-    state: dict[str, Any] = {"content": make_archive(), "urls": [], "hub": {}}
+    state: dict[str, Any] = {"content": make_archive(), "urls": []}
 
     def urlopen(url: str, timeout: float) -> io.BytesIO:
         state["urls"].append(url)
@@ -251,9 +247,6 @@ def server(monkeypatch, tmp_path) -> dict[str, Any]:
         return io.BytesIO(state["content"])
 
     monkeypatch.setattr("urllib.request.urlopen", urlopen)
-    monkeypatch.setattr(
-        "huggingface_hub.HfApi.dataset_info", lambda self, name, timeout: state["hub"][name]
-    )
     monkeypatch.setenv("CONTACCUM_CACHE", str(tmp_path / "cache"))
     monkeypatch.chdir(tmp_path)
     return state
@@ -291,17 +284,6 @@ def test_a_failed_download_is_one_line_and_leaves_nothing_behind(tmp_path, serve
     assert list((tmp_path / "cache" / "beir").iterdir()) == []
 
 
-def test_an_archive_never_writes_outside_its_folder(tmp_path, server, monkeypatch):
-    names = ("../outside", "fiqa/../../outside", "/outside", "C:\\outside")
-    server["content"] = make_archive(*names)
-    accept_checksum(monkeypatch, server["content"])
-    folder = resolve_beir_data("fiqa")
-    unpacked = list(tmp_path.rglob("*outside*"))
-    assert unpacked
-    assert all(path.is_relative_to(folder) for path in unpacked)
-    assert not Path("/outside").exists()
-
-
 def test_the_default_split_is_test_except_for_msmarco():
     assert len(PUBLIC_NAMES) == 15
     assert get_default_split("/data/msmarco/") == get_default_split("msmarco") == "dev"
@@ -328,68 +310,3 @@ def test_importing_the_readers_is_cheap():
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     slow_imports = {"beir", "datasets", "torch", "pyarrow", "ijson"}
     assert slow_imports.isdisjoint(json.loads(done.stdout))
-
-
-def replace_hub_sets(monkeypatch, configurations: list[str]) -> list[tuple[str, ...]]:
-    """Let `datasets` load the made-up set; return a list of what it is asked for."""
-    texts = {part: list(map(json.loads, LINES_OF_PART[part])) for part in ("corpus", "queries")}
-    judgements = []
-    for line in QRELS[1:]:
-        query_id, document_id, grade = line.split("\t")
-        # Some sets on the hub have grades as floats.
-        row = {"query-id": query_id, "corpus-id": document_id, "score": float(grade)}
-        judgements.append(row)
-    requested = []
-
-    def load_dataset(*arguments: str, split: str | None = None) -> Any:
-        requested.append(arguments)
-        return judgements if split is not None else {"corpus": texts[arguments[1]]}
-
-    monkeypatch.setattr("datasets.load_dataset", load_dataset)
-    monkeypatch.setattr("datasets.get_dataset_config_names", lambda name: configurations)
-    return requested
-
-
-@pytest.mark.parametrize(
-    ("name", "configurations", "first_request"),
-    [
-        ("mteb/fiqa", ["corpus", "queries", "default"], ("mteb/fiqa", "default")),
-        ("BeIR/fiqa", ["corpus", "queries"], ("BeIR/fiqa-qrels",)),
-    ],
-)
-def test_sets_of_the_hub_become_beir_folders(
-    tmp_path, server, monkeypatch, name, configurations, first_request
-):
-    requested = replace_hub_sets(monkeypatch, configurations)
-    server["hub"][name] = None
-    folder = resolve_beir_data(name)
-    data = load_beir_folder(folder)
-    assert data.fingerprint == load_beir_folder(write_folder(tmp_path / "same")).fingerprint
-    assert data.name == "fiqa"
-    assert requested[0] == first_request
-    requested.clear()
-    assert resolve_beir_data(name) == folder
-    assert requested == []
-    with pytest.raises(DataError, match="on the hub, it cannot be loaded either"):
-        resolve_beir_data(f"{name}2")
-
-
-def test_a_file_of_llama_index_is_read_wherever_a_beir_folder_is(tmp_path):
-    numbers = range(20)
-    content = {
-        "queries": {f"q{n}": f"what is thing {n * 7919}" for n in numbers},
-        "corpus": {f"d{n}": f"thing {n * 7919} is number {n}" for n in numbers},
-        "relevant_docs": {f"q{n}": [f"d{n}"] for n in numbers},
-        "mode": "text",
-    }
-    file = put(tmp_path / "val.json", json.dumps(content, indent=4))
-    data = load_data(file)
-    assert data.queries == content["queries"]
-    assert data.qrels["q3"] == {"d3": 1}
-    assert data.corpus["d1"] == {"title": "", "text": "thing 7919 is number 1"}
-    split = split_data(RecordSource(file), tmp_path / "split")
-    assert split.train + split.dev + split.test == 20
-    assert len(load_training_data(file).dataset) == 20
-    file.write_text(json.dumps({**content, "relevant_docs": {"q0": {"d0": 1}}}))
-    with pytest.raises(DataError, match=r"val\.json: relevant_docs of 'q0' is not a list"):
-        load_data(file)

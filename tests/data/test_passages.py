@@ -5,7 +5,7 @@ from pathlib import Path
 from typing import Literal
 
 import pytest
-from data_files import put, put_lines, put_parquet
+from data_files import put, put_lines
 
 from contaccum.data import Passage, RecordReport, parse_columns, read_passages
 from contaccum.data.corpus import read_texts
@@ -57,7 +57,7 @@ def test_a_table_without_a_column_of_ids_is_refused(tmp_path):
         read(path)
 
 
-@pytest.mark.parametrize("name", ["a.json", "a.jsonl", "a.csv", "a.parquet"])
+@pytest.mark.parametrize("name", ["a.jsonl", "a.csv"])
 @pytest.mark.parametrize(
     "columns", [["id=chunk", "text=title", "title=name"], {"id": "text", "text": "body"}]
 )
@@ -68,15 +68,11 @@ def test_columns_of_a_corpus_may_have_other_names(tmp_path, name, columns):
         {"chunk": "c2", "title": "two", "name": None, "text": "i2", "body": "text"},
     ]
     path = tmp_path / name
-    if name == "a.json":
-        put(path, json.dumps(rows))
-    elif name == "a.jsonl":
+    if name == "a.jsonl":
         del rows[1]["name"]  # no record but the first must have a title
         put_lines(path, *rows)
-    elif name == "a.csv":
-        put(path, "chunk;title;name;text;body\nc1;one;N;i1;long\nc2;two;;i2;text\n")
     else:
-        put_parquet(path, rows)
+        put(path, "chunk;title;name;text;body\nc1;one;N;i1;long\nc2;two;;i2;text\n")
     expected = [Passage("c1", "N", "one"), Passage("c2", "", "two")]
     if isinstance(columns, dict):
         expected = [Passage("i1", "one", "long"), Passage("i2", "two", "text")]
@@ -86,15 +82,6 @@ def test_columns_of_a_corpus_may_have_other_names(tmp_path, name, columns):
     message = "no record has the field 'heading', only 'chunk, title, name, text, body' "
     with pytest.raises(DataError, match=message):
         list(read_passages(path, RecordReport(), columns=wrong))
-
-
-@pytest.mark.parametrize("on_bad_record", ["stop", "skip"])
-def test_the_first_documents_of_a_corpus_with_titles_may_have_none(tmp_path, on_bad_record):
-    rows = [{"id": 1, "text": "a"}, {"id": 2, "text": "b"}, {"id": 3, "text": "c", "heading": "C"}]
-    path = put(tmp_path / "a.json", json.dumps(rows))
-    report = RecordReport(on_bad_record)
-    passages = list(read_passages(path, report, columns=["title=heading"]))
-    assert passages == [Passage("1", "", "a"), Passage("2", "", "b"), Passage("3", "C", "c")]
 
 
 def test_a_role_that_a_corpus_does_not_have_is_refused(tmp_path):

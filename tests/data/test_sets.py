@@ -21,12 +21,12 @@ def load(*sets: Any, **common: Any) -> TrainingSets:
 def test_sets_are_paths_mappings_or_json():
     """The settings of a set override the common ones."""
     common = {"num_hard_negatives": 1, "split": "dev"}
-    mapping = {"path": "a.tsv", "name": "n", "format": "csv", "split": "test"}
+    mapping = {"path": "a.tsv", "name": "n", "split": "test"}
     sets = ["x/pairs.jsonl", '{"path": "b.csv", "columns": {"query": "q"}}', mapping]
     assert parse_training_sets(sets, common) == {
         "pairs": {**common, "path": "x/pairs.jsonl", "columns": {}},
         "b": {**common, "path": "b.csv", "columns": {"query": "q"}},
-        "n": {**common, "path": "a.tsv", "columns": {}, "split": "test", "data_format": "csv"},
+        "n": {**common, "path": "a.tsv", "columns": {}, "split": "test"},
     }
 
 
