@@ -30,7 +30,7 @@ from contaccum.data.near_duplicates import normalise
 from contaccum.data.records import Columns, RecordSource
 from contaccum.data.rows import OnBadRecord
 from contaccum.errors import ConfigError, DataError, UserError, check_choice
-from contaccum.files import AnyPath, require_writable, write_json, write_text
+from contaccum.files import AnyPath, Fingerprint, require_writable, write_json, write_text
 from contaccum.retrieval import bm25
 
 CROSS_ENCODER_MARGIN = 3.0
@@ -186,6 +186,7 @@ def load_mining_data(
     pool_path = data_source.path if data_source.data_format == "beir" else None
     pool_path = pool_path if corpus is None else Path(corpus)
 
+    content = Fingerprint()
     documents: list[Passage] = []
     row_of_text: dict[bytes, int] = {}
 
@@ -199,6 +200,7 @@ def load_mining_data(
         for passage in read_passages(pool_path, report, may_be_blank=True, columns=corpus_columns):
             if passage.passage:  # published sets have passages without title and text
                 find_row(passage)
+                content.add(*passage)
     pool_size = len(documents)
     # The distinct records of each query, {rows of the positives: {hash: negative}}, and what all
     # queries of equal text have: the rows of their positives, and the hashes of passages that are
@@ -207,6 +209,7 @@ def load_mining_data(
     positives_of_text: dict[bytes, dict[int, None]] = defaultdict(dict)
     copies: dict[bytes, set[bytes]] = defaultdict(set)
     for query, positives, negatives in data_source.records(report):
+        content.add(query, *positives, *negatives)
         rows = tuple(dict.fromkeys(find_row(Passage("", "", text)) for text in positives))
         own_negatives = records_of_query[query].setdefault(rows, {})
         for text in negatives:
@@ -246,6 +249,7 @@ def load_mining_data(
         "split": split,
         "corpus": None if corpus is None else str(corpus),
         "records": report.summary(),
+        "fingerprint": content.hex(),
         "queries": len(queries),
         "passages": pool_size,
     }

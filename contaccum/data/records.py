@@ -87,6 +87,7 @@ _LIST = re.compile(r"""\[\]|[\[{]\s*[\[{]?['"].*[\]}]""", re.DOTALL)
 
 GENERATED_BY = "generated_by"
 """The field with the name of the model that wrote a query."""
+_DATA_DESIGNER_FIELDS = ("deduplicated_qa_pairs", "chunks")
 
 CORPUS_FIELDS = {
     "id": ("_id", "id", "docid", "doc_id", "pid", "passage_id"),
@@ -155,7 +156,7 @@ def _read_rows(
     else:
         rows = read_json_lines(path)
     fields: dict[str, None] = {}
-    for line, row in rows:
+    for line, row in _expand_data_designer(rows):
         if not isinstance(row, Fault):
             fields.update(dict.fromkeys(row))
         yield line, row
@@ -166,6 +167,30 @@ def _read_rows(
                 f"{quoted(', '.join(fields), 200)}{closest(name, fields)} (correct {role}={name} "
                 f"in {option}, or leave it out; one of several sets can have columns of its own)"
             )
+
+
+def _expand_data_designer(rows: Rows) -> Rows:
+    """Yield a row for each question of the rows of data-designer-retrieval-sdg; others as they are.
+
+    Such a row has chunks, and questions with the numbers of the chunks that answer them.
+    """
+    for line, row in rows:
+        if isinstance(row, Fault) or not all(name in row for name in _DATA_DESIGNER_FIELDS):
+            yield line, row
+            continue
+        questions, chunks = (row[name] for name in _DATA_DESIGNER_FIELDS)
+        try:
+            texts = {chunk["chunk_id"]: chunk["text"] for chunk in chunks}
+            found = []
+            for pair in questions:
+                positive = [texts[number] for number in pair["segment_ids"]]
+                found.append({"query": pair["question"], "positive": positive})
+        except (KeyError, TypeError) as error:
+            detail = f"{type(error).__name__} {quoted(str(error))}"
+            yield line, Fault("questions or chunks of another form", detail)
+            continue
+        for pair in found:
+            yield line, {**pair, GENERATED_BY: "data-designer-retrieval-sdg"}
 
 
 def _load_dataset(path: Path, data_format: str, split: str | None) -> Any:

@@ -499,3 +499,23 @@ def test_a_bad_field_of_the_first_record_does_not_decide_the_names(file, first_r
     records = read_records(file(first_record, *good_records), report=RecordReport("skip"))
     queries = [record.query for record in records]
     assert queries[-5:] == [record["question"] for record in good_records]
+
+
+def test_a_file_of_data_designer_is_read_with_a_record_for_each_question(file):
+    row = {
+        "file_name": ["a.txt"],
+        "chunks": [{"chunk_id": n, "text": f"text {n}"} for n in (1, 2, 3)],
+        "deduplicated_qa_pairs": [
+            {"question": "first", "answer": "x", "segment_ids": [2], "hop_count": 1},
+            {"question": "second", "answer": "y", "segment_ids": [1, 3], "hop_count": 2},
+        ],
+        "qa_evaluations": {"evaluations": []},
+    }
+    source = RecordSource(file(row, row))
+    records = list(source.records(RecordReport()))
+    expected = [Record("first", ["text 2"], []), Record("second", ["text 1", "text 3"], [])]
+    assert records == expected * 2
+    assert source.num_generated == 4
+    row["deduplicated_qa_pairs"][0]["segment_ids"] = [9]
+    with pytest.raises(DataError, match=r"a\.jsonl:1: questions or chunks of another form"):
+        read(file(row))
