@@ -8,9 +8,9 @@ The program writes NAME.json and NAME.trec for each data set into the output fol
 all sets as table.md and table.json. A set that has a result in this folder is skipped if model,
 data and settings are the same. So after an interruption, start the same command again.
 
-Each GPU encodes a part of the texts, and exact search (index "Flat") runs on all GPUs. With
-faiss-gpu, so do inverted files; all other indexes are built and searched on the CPU. The record of
-a set contains the number of GPUs of its search and, for an approximate index, its recall.
+Each GPU encodes a part of the texts, and exact search (index "Flat") runs on all GPUs; all other
+indexes are built and searched on the CPU. The record of a set contains the number of GPUs of its
+search and, for an approximate index, its recall.
 """
 
 from __future__ import annotations

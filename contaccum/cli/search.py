@@ -131,7 +131,7 @@ def _write_run(args: argparse.Namespace, store: EmbeddingStore) -> int:
     from contaccum.retrieval import search as faiss_index
     from contaccum.retrieval.encode import check_store_fits, encode_texts
 
-    faiss_index.check_factory(dimension=store.shape[1], n=len(store), **index_settings)
+    faiss_index.check_factory(args.index, store.shape[1], len(store), args.index_parameters)
     model = load_model(args.model, args)
     check_store_fits(model, store)
     queries = encode_texts(

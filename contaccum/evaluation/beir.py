@@ -1,7 +1,4 @@
-"""BEIR evaluation: the data sets that a name stands for, and the scores of a model or a run on one.
-
-Wrong settings are refused before the first text of a data set is encoded.
-"""
+"""BEIR evaluation: the data sets that a name stands for, and scores of a model or a run on one."""
 
 from __future__ import annotations
 
@@ -120,26 +117,19 @@ def _plan(
     precision: str = "float32",
     batch_size: int = 32,
 ) -> dict[str, Any]:
-    """Check the settings of an evaluation, and return the part of its record that is known now."""
+    """Return the part of an evaluation's record that is known before the search."""
     from contaccum.retrieval.encode import (
         get_similarity,
         model_fingerprint,
         tokenisation_fingerprint,
     )
-    from contaccum.retrieval.search import check_factory
 
-    metric = get_similarity(model, similarity)
-    dimension = model.get_embedding_dimension()
-    assert dimension is not None, "the model gives no embeddings of a fixed dimension"
-    _, index_parameters = check_factory(
-        index, dimension, len(dataset.corpus), metric, index_parameters
-    )
     plan: dict[str, Any] = {
         "data": describe_data(dataset),
         "model": {
             "fingerprint": model_fingerprint(model),
-            "similarity": metric,
-            "dimension": dimension,
+            "similarity": get_similarity(model, similarity),
+            "dimension": model.get_embedding_dimension(),
             "name": model_name,
         },
         "tokenisation": tokenisation_fingerprint(model),

@@ -159,8 +159,8 @@ def test_missing_queries_count_as_zero_and_own_documents_are_ignored(model, plac
         ({"similarity": "euclidean"}, "euclidean"),
     ],
 )
-def test_wrong_settings_are_refused_before_anything_is_encoded(model, places, settings, message):
-    model.encode = None
+def test_wrong_settings_are_refused_before_documents_are_encoded(model, places, settings, message):
+    model.encode_document = None
     with pytest.raises(ConfigError, match=message):
         evaluate_beir(model, places, **settings)
 
