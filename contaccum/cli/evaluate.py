@@ -1,15 +1,12 @@
 """`contaccum evaluate MODEL --data SET ...`: score a model or a run on retrieval data sets.
 
-A run is a list of retrieved documents with scores for each query. A record is a JSON file with
-metrics, model, data and settings. With ``--output out.json``, these files are written:
+A record is a JSON file with metrics, model, data and settings. With ``--output out.json``, these
+files are written:
 
 - for one data set its record, out.json, and its run, out.trec;
 - for several data sets out.NAME.json and out.NAME.trec each, and in out.json a table of all sets;
 - the table as Markdown, out.md;
 - with ``--baseline``, comparisons with earlier results, out.compare.json.
-
-With ``--endpoint``, an embedding server encodes the texts. The record and the tables then also
-have the comparison of the server with MODEL.
 """
 
 from __future__ import annotations
@@ -32,9 +29,6 @@ def run(argv: Sequence[str]) -> int:
 
     Returns:
         Exit code 0, or 1 if the result does not meet ``--require``.
-
-    Raises:
-        UserError: if the arguments, the data, the model or the run cannot be used.
     """
     args = _parse_arguments(argv)
     shown_metrics = metrics.check_metrics(args.metrics)
@@ -82,20 +76,20 @@ def run(argv: Sequence[str]) -> int:
                     f"--baseline {path}: lacks scores of queries of {label}, or has others; "
                     "evaluate again"
                 )
+        if args.model is not None:
+            model = model or load_model(args.model, args)
         if args.run is not None:
             trec_run = results.read_trec_run(args.run, args.on_bad_record)
             result = beir.score_beir_run(dataset, trec_run, k_values, str(args.run))
             record = results.write_result(result, files[label])
+        elif args.endpoint is None:
+            record = beir.evaluate_once(model, dataset, files[label], **settings)
         else:
-            model = model or load_model(args.model, args)
-            if args.endpoint is None:
-                record = beir.evaluate_once(model, dataset, files[label], **settings)
-            else:
-                from contaccum.evaluation.endpoint import evaluate_endpoint
+            from contaccum.evaluation.endpoint import evaluate_endpoint
 
-                servers = (args.endpoint, args.query_endpoint, args.served_model)
-                result = evaluate_endpoint(model, dataset, *servers, **settings)
-                record = results.write_result(result, files[label])
+            servers = (args.endpoint, args.query_endpoint, args.served_model)
+            result = evaluate_endpoint(model, dataset, *servers, **settings)
+            record = results.write_result(result, files[label])
         per_query = record.pop("per_query")
         scores[label] = {query: values[main_metric] for query, values in per_query.items()}
         records[label] = record
@@ -147,21 +141,13 @@ def _parse_arguments(argv: Sequence[str]) -> argparse.Namespace:
         *ENCODING_OPTIONS,
         usage="contaccum evaluate (MODEL | --run RUN) --data SET ... [OPTIONS]",
     )
-    parser.add_argument(
-        "--data",
-        nargs="+",
-        required=True,
-        metavar="SET",
-        help="BEIR folders, names of public BEIR sets, or beir for all public sets",
-    )
-    parser.add_argument("model", nargs="?", metavar="MODEL", help=MODEL_HELP)
-    parser.add_argument(
-        "--run",
-        type=Path,
-        metavar="RUN.trec",
-        help="score this run instead of searching with a MODEL",
-    )
-    parser.add_argument(
+    add = parser.add_argument
+    sets = "BEIR folders, names of public BEIR sets, or beir for all public sets"
+    add("--data", nargs="+", required=True, metavar="SET", help=sets)
+    add("model", nargs="?", metavar="MODEL", help=MODEL_HELP)
+    run_help = "score this run instead of searching with a MODEL"
+    add("--run", type=Path, metavar="RUN.trec", help=run_help)
+    add(
         "--output",
         default=Path("results.json"),
         type=Path,
@@ -169,39 +155,27 @@ def _parse_arguments(argv: Sequence[str]) -> argparse.Namespace:
         help="file of the results; with several data sets, OUT.NAME.json is written for each; "
         "default: %(default)s",
     )
-    parser.add_argument(
-        "--metrics",
-        nargs="+",
-        metavar="METRIC@K",
-        help="metrics that the tables show; the records hold more",
-    )
-    parser.add_argument(
-        "--baseline",
-        nargs="+",
-        type=Path,
-        default=[],
-        metavar="EARLIER.json",
-        help="compare with these earlier results by the first of --metrics",
-    )
-    parser.add_argument(
+    shown = "metrics that the tables show; the records hold more"
+    add("--metrics", nargs="+", metavar="METRIC@K", help=shown)
+    baseline = "compare with these earlier results by the first of --metrics"
+    add("--baseline", nargs="+", type=Path, default=[], metavar="EARLIER.json", help=baseline)
+    add(
         "--require",
         choices=("not-worse", "better"),
         help="exit code 1 if a set is significantly worse than in a --baseline, or if it is not "
         "significantly better; in both cases, if too few scores have changed to tell",
     )
-    parser.add_argument(
+    add(
         "--endpoint",
         metavar="URL",
         help="an OpenAI-compatible embedding server that encodes in place of MODEL, which it is "
         "compared with; its key is read from CONTACCUM_ENDPOINT_KEY",
     )
-    parser.add_argument(
-        "--query_endpoint", metavar="URL", help="the server of the queries, if MODEL has two towers"
-    )
-    parser.add_argument(
-        "--served_model", metavar="NAME", help="name of the model in requests; default: MODEL"
-    )
-    parser.add_argument("--split", help="split of the judgements; default: test, for msmarco dev")
+    query_endpoint = "the server of the queries, if MODEL has two towers"
+    add("--query_endpoint", metavar="URL", help=query_endpoint)
+    served_model = "name of the model in requests; default: MODEL"
+    add("--served_model", metavar="NAME", help=served_model)
+    add("--split", help="split of the judgements; default: test, for msmarco dev")
     args = parser.parse(argv)
     if (args.model is None) == (args.run is None):
         raise ConfigError(

@@ -1,9 +1,8 @@
 """`contaccum search MODEL --store FOLDER`: search a store for questions, or for a file of queries.
 
-A store has the embeddings of documents; `contaccum encode` writes it. Questions are words of the
-command line, or lines that are typed; the best three documents of each are shown. With
-``--queries``, the best documents of each query are written as a run in TREC's format, which
-`contaccum evaluate --run` scores.
+Questions are words of the command line, or lines that are typed; the best three documents of each
+are shown. With ``--queries``, the best documents of each query are written as a run in TREC's
+format, which `contaccum evaluate --run` scores.
 """
 
 from __future__ import annotations
@@ -93,22 +92,14 @@ def _answer(args: argparse.Namespace, store: EmbeddingStore) -> int:
 
 def _read_typed_questions() -> Iterator[str]:
     """Yield the lines of the standard input, with a prompt in a terminal; an empty line ends it."""
-    is_terminal = sys.stdin.isatty()
-    while True:
-        if is_terminal:
-            print("\nquestion (an empty line ends): ", end="", flush=True)
-        line = sys.stdin.readline().strip()
-        if not line:
-            return
+    prompt = "\nquestion (an empty line ends): " if sys.stdin.isatty() else ""
+    print(prompt, end="", flush=True)
+    while line := sys.stdin.readline().strip():
         yield line
+        print(prompt, end="", flush=True)
 
 
 def _write_run(args: argparse.Namespace, store: EmbeddingStore) -> int:
-    index_settings = {
-        "factory": args.index,
-        "metric": args.similarity or store.similarity,
-        "parameters": args.index_parameters,
-    }
     bm25_index = None
     depth = args.top_k
     bm25_weight = args.bm25_weight or 0.0
@@ -139,9 +130,13 @@ def _write_run(args: argparse.Namespace, store: EmbeddingStore) -> int:
     )
 
     if args.index_file is None:
-        index = faiss_index.build_index(store, **index_settings)
+        index = faiss_index.build_index(
+            store, args.index, args.similarity, parameters=args.index_parameters
+        )
     else:
-        index = faiss_index.open_index(args.index_file, store, **index_settings)
+        index = faiss_index.open_index(
+            args.index_file, store, args.index, args.similarity, args.index_parameters
+        )
     start_time = time.perf_counter()
     scores, rows = faiss_index.search(index, queries, depth, show_progress)
     hits = zip(texts, faiss_index.list_hits(index, scores, rows), strict=True)
@@ -158,7 +153,7 @@ def _write_run(args: argparse.Namespace, store: EmbeddingStore) -> int:
     write_text(args.output, trec_lines(hits, "contaccum"))
     record = {
         "store": {"path": str(args.store), "fingerprint": store.fingerprint, "rows": len(store)},
-        "model": {"name": store.metadata.get("model_name"), "similarity": index_settings["metric"]},
+        "model": {"name": store.metadata.get("model_name"), "similarity": index.metric},
         "queries": {"path": str(args.queries), "count": len(texts)},
         "search": {
             "index": index.factory,

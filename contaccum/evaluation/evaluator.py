@@ -165,20 +165,15 @@ class RetrievalEvaluator(SentenceEvaluator):
         if self._fixed_embeddings is not None and self._fixed_embeddings[0] is documents:
             return self._fixed_embeddings[1]
         texts = get_passage_texts(self.dataset.corpus)
-        if np.array_equal(text_ids(texts), documents.store.text_ids()):
-            self._fixed_embeddings = (documents, documents.store)
-        else:
+        embeddings: Embeddings = documents.store
+        if not np.array_equal(text_ids(texts), documents.store.text_ids()):
             embeddings = np.empty((len(texts), documents.dimension), dtype=np.float32)
-            stored_indices, stored_embeddings = documents.find_embeddings(texts)
-            embeddings[stored_indices] = stored_embeddings
-            missing_indices = np.setdiff1d(np.arange(len(texts)), stored_indices)
-            if len(missing_indices) > 0:
-                missing_texts = [texts[index] for index in missing_indices]
-                embeddings[missing_indices] = encode_texts(
-                    model, missing_texts, batch_size=self.batch_size
-                )
-            self._fixed_embeddings = (documents, embeddings)
-        return self._fixed_embeddings[1]
+            is_missing = ~documents.contains(text_ids(texts))
+            missing_texts = [texts[index] for index in np.flatnonzero(is_missing)]
+            embeddings[is_missing] = encode_texts(model, missing_texts, batch_size=self.batch_size)
+            embeddings[~is_missing] = documents.find_embeddings(texts)[1]
+        self._fixed_embeddings = (documents, embeddings)
+        return embeddings
 
     def describe(self) -> dict[str, Any]:
         """Return name, split, path and counts of the data set, and ``notes``, for records."""
@@ -216,10 +211,8 @@ def sample(
         # score 0, and without judgements it would not count.
         document_ids.update(relevant or sorted(grades, key=_hash_id)[:1])
     other_ids = sorted(dataset.corpus.keys() - document_ids, key=_hash_id)
-    if corpus is not None:
-        num_others = max(0, corpus - len(document_ids & dataset.corpus.keys()))
-        other_ids = other_ids[:num_others]
-    document_ids.update(other_ids)
+    num_relevant = len(dataset.corpus) - len(other_ids)
+    document_ids.update(other_ids if corpus is None else other_ids[: max(0, corpus - num_relevant)])
     qrels = {query: _select_keys(grades, document_ids) for query, grades in kept_judgements.items()}
     description = f"{dataset.fingerprint} queries={queries} corpus={corpus}"
     return replace(

@@ -62,10 +62,7 @@ _TOKENS = re.compile(
 
 
 def bm25_run(corpus: Corpus, queries: Mapping[str, str], top_k: int) -> dict[str, dict[str, float]]:
-    """Return {query id: {document id: score}}: the ``top_k`` best documents by BM25, best first.
-
-    They share a word with the query. One with the query's id is dropped, as BEIR does.
-    """
+    """Return what `search` finds in a corpus, without documents with the query's id, as in BEIR."""
     document_ids = list(corpus)
     index = build_index(get_passage_texts(corpus))
     run = search(index, lambda rows: [document_ids[row] for row in rows], queries, top_k + 1)
@@ -120,8 +117,7 @@ def fuse_runs(
 def build_index(passages: Iterable[str], show_progress: bool = False) -> bm25s.BM25:
     """Index n passages for BM25 by bm25s: Lucene's variant, with DPR's parameters k1 and b.
 
-    Memory holds the words of all passages. Raises `DataError` if no passage has a word. The bars
-    of bm25s are shown with ``--verbose``.
+    Memory holds the words of all passages. Raises `DataError` if no passage has a word.
     """
     import bm25s
 

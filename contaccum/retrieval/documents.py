@@ -1,8 +1,8 @@
 """Documents of a store for losses: blocks of tensors, and lookup of documents by their texts.
 
 A document is named by its row: first the rows of the store, then the documents that were appended
-in memory because the store lacks them; the files of the store never change here. A text is looked
-up by its text id, a 64-bit hash (`contaccum.data.sampling.text_ids`).
+in memory because the store lacks them. A text is looked up by its text id, a 64-bit hash
+(`contaccum.data.sampling.text_ids`).
 """
 
 from __future__ import annotations
@@ -41,6 +41,11 @@ class _Lookup:
         match_numbers = np.arange(len(indices)) - np.repeat(num_matches_before, counts)
         return indices, self._order[np.repeat(first_positions, counts) + match_numbers]
 
+    def find_each(self, wanted: np.ndarray) -> list[np.ndarray]:
+        """Return for each wanted hash the indices in the array, ascending."""
+        indices, found = self.find(wanted)
+        return np.split(found, np.searchsorted(indices, np.arange(1, len(wanted))))
+
 
 class StoreDocuments:
     """Documents of a store, followed by documents that were appended in memory.
@@ -49,7 +54,6 @@ class StoreDocuments:
     the stored embeddings together with 1 / their L2 norms.
 
     Attributes:
-        store: the store.
         similarity: "cos" or "dot".
         dimension: d, dimension of the embeddings.
         has_texts: False if ids stand for the texts, so that BM25 cannot search them.
@@ -73,8 +77,7 @@ class StoreDocuments:
         return len(self._text_ids)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> StoreDocuments:
-        # The search for a micro-batch size copies the loss. Documents may be gigabytes and do not
-        # change in it, so the copy shares them.
+        # The search for a micro-batch size copies the loss, whose documents may be gigabytes.
         return self
 
     @property
@@ -100,10 +103,9 @@ class StoreDocuments:
         self._set_text_ids(np.concatenate([self._text_ids, text_ids(texts)]))
         self._on_device = {}
 
-    def find_rows(self, text_id: int) -> list[int]:
-        """Return the rows of all documents whose text has this hash; an empty list for none."""
-        _, rows = self.match_text_ids(np.array([text_id]))
-        return rows.tolist()
+    def find_rows(self, texts: Sequence[str]) -> list[np.ndarray]:
+        """Return for each text the rows of all documents that have it, ascending."""
+        return self._lookup.find_each(text_ids(texts))
 
     def match_text_ids(self, ids: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
         """Find all documents whose texts have one of these hashes, int64 (k,), copies included.
@@ -114,8 +116,7 @@ class StoreDocuments:
 
     def contains(self, ids: np.ndarray) -> np.ndarray:
         """Return for each of these hashes, int64 (k,), if a document has the text, bool (k,)."""
-        indices, _ = self.match_text_ids(ids)
-        return np.isin(np.arange(len(ids)), indices)
+        return np.isin(ids, self._text_ids)
 
     def get_embeddings(self, rows: Tensor) -> Tensor:
         """Return the embeddings of rows, int64 (k,), as float32 (k, d) on the same device."""
@@ -194,19 +195,16 @@ class PositiveRows:
         Raises:
             DataError: a positive is not among the documents.
         """
-        indices, positions = self._lookup.find(text_ids(queries))
-        ends_of_queries = np.searchsorted(indices, np.arange(1, len(queries)))
-        known_rows = np.split(self._rows[positions], ends_of_queries)
         labels = []
-        for known, positive, positive_id in zip(
-            known_rows, positives, text_ids(positives).tolist(), strict=True
-        ):
-            copies = self.documents.find_rows(positive_id)
-            if not copies:
+        known_pairs = self._lookup.find_each(text_ids(queries))
+        rows_of_positives = self.documents.find_rows(positives)
+        for pairs, copies, positive in zip(known_pairs, rows_of_positives, positives, strict=True):
+            if len(copies) == 0:
                 raise DataError(
                     f"{self.documents.store.folder}: lacks the positive {quoted(positive)} (add it "
                     "to the corpus and encode the corpus again)"
                 )
-            other_positives = {*known.tolist(), *copies} - {copies[0]}
-            labels.append(torch.tensor([copies[0], *sorted(other_positives)]))
+            row = copies[:1]
+            others = np.setdiff1d(np.concatenate([self._rows[pairs], copies]), row)
+            labels.append(torch.from_numpy(np.concatenate([row, others])))
         return pad_sequence(labels, batch_first=True, padding_value=NO_ROW)

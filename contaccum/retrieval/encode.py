@@ -1,8 +1,7 @@
 """Encoding of texts with sentence-transformers, and fingerprints of the model that encodes them.
 
-A tower is the part of a model that encodes one kind of texts, queries or documents. A fingerprint
-is a hash that tells whether two models give the same embeddings. Embeddings are not normalised
-here.
+A fingerprint is a hash that is equal for models that give the same embeddings. A tower is the part
+of a model that encodes one kind of texts, queries or documents. Nothing is normalised here.
 """
 
 from __future__ import annotations
@@ -90,27 +89,23 @@ def encode_texts(
     autocast: AbstractContextManager[object] = nullcontext()
     if precision != "float32":
         autocast = torch.autocast(model.device.type, getattr(torch, precision))
-    unique_texts = list(dict.fromkeys(texts))
     # The longest texts come first, as in encode(), which does so within each part. So a batch has
     # texts of about the same length, and the time left is not underestimated.
-    order = sorted(range(len(unique_texts)), key=lambda row: -len(unique_texts[row]))
+    unique_texts = sorted(dict.fromkeys(texts), key=len, reverse=True)
     part_size = _BATCHES_PER_PART * batch_size
     encoded = []
     # encode() leaves a model in evaluation mode. In a training loop that would switch off dropout
     # from here on.
-    with (
-        without_dropout(model),
-        autocast,
-        tqdm(
-            total=len(order), desc="Encoding", unit=" texts", leave=False, disable=not show_progress
-        ) as progress,
-    ):
-        for start in range(0, len(order), part_size):
-            part = [unique_texts[row] for row in order[start : start + part_size]]
+    num_texts = len(unique_texts)
+    progress = tqdm(
+        total=num_texts, desc="Encoding", unit=" texts", leave=False, disable=not show_progress
+    )
+    with without_dropout(model), autocast, progress:
+        for start in range(0, num_texts, part_size):
+            part = unique_texts[start : start + part_size]
             encoded.append(encode(part, batch_size=batch_size, show_progress_bar=False))
             progress.update(len(part))
-    embeddings = np.empty((len(order), encoded[0].shape[1]), dtype=np.float32)
-    embeddings[order] = np.concatenate(encoded)
+    embeddings = np.concatenate(encoded, dtype=np.float32)
     is_finite = np.isfinite(embeddings).all(axis=1)
     if not is_finite.all():
         text = unique_texts[int(is_finite.argmin())]
@@ -118,8 +113,6 @@ def encode_texts(
         if precision != "float32":
             remedy = "encode with precision float32"
         raise UserError(f"the model gives NaN or infinity for the {kind} {quoted(text)} ({remedy})")
-    if len(unique_texts) == len(texts):
-        return embeddings
     row_of_text = {text: row for row, text in enumerate(unique_texts)}
     return embeddings[[row_of_text[text] for text in texts]]
 
@@ -142,13 +135,8 @@ def encoding_identity(
 ) -> dict[str, Any]:
     """Return the ``identity`` of a store: the settings and weights that decide its embeddings.
 
-    ``model`` in the result is the fingerprint of the document tower: a store stays valid when only
-    the query tower is trained.
-
-    Args:
-        precision: type of autocast; see `encode_texts`.
-        dtype: type of the stored embeddings.
-        shard_size: rows per shard.
+    Of the model, it has the document tower alone: a store stays valid when only the query tower is
+    trained. See `CorpusEncoder` for the arguments.
     """
     return {
         "kind": "document",
@@ -232,7 +220,6 @@ class CorpusEncoder:
     Args:
         model_name: name of the model for the result of the store.
         corpus: file or BEIR folder that `read_texts` reads.
-        folder: folder of the store.
         dtype: type of the stored embeddings, "float32" or "float16".
         batch_size, precision: see `encode_texts`.
         shard_size: rows per shard. A killed process loses one shard at most.

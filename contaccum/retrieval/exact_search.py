@@ -1,6 +1,5 @@
-"""Exact search in embeddings, block by block: by FAISS on the CPU, by torch on GPUs.
+"""Exact search in embeddings of any size, block by block: by FAISS on the CPU, by torch on GPUs.
 
-The embeddings are an array or a store of any size, of which only a slice is in memory as float32.
 `DeviceEmbeddings` reads them in blocks on a device, also for a loss over all documents.
 """
 
@@ -47,7 +46,7 @@ def search_slices(
     metric: Similarity,
     show_progress: bool = False,
 ) -> tuple[np.ndarray, np.ndarray]:
-    """Find the k best documents of n queries exactly, on the CPU.
+    """Find the k best documents of n queries on the CPU.
 
     Args:
         corpus: embeddings (N, d) of the documents, of which a slice is in memory as float32.
@@ -76,26 +75,17 @@ def search_slices(
         scores, rows = faiss.knn(group, documents, num_results, faiss.METRIC_INNER_PRODUCT)
         heap.add_result(scores, rows + start)
 
-    workers = ThreadPoolExecutor(
-        num_workers,
-        initializer=faiss.omp_set_num_threads,
-        initargs=(num_threads // num_workers,),
+    threads_of_worker = num_threads // num_workers
+    workers = ThreadPoolExecutor(num_workers, "", faiss.omp_set_num_threads, (threads_of_worker,))
+    progress = tqdm(
+        total=num_rows, desc="Searching", unit=" rows", leave=False, disable=not show_progress
     )
     # By default, FAISS uses BLAS only if queries x dimensions reach 128,000. Below that, products
     # are computed one by one, which takes up to ten times as long. Now eight queries are enough.
     blas_threshold = faiss.cvar.distance_compute_blas_threshold
     faiss.cvar.distance_compute_blas_threshold = 8 * dimension
     try:
-        with (
-            workers,
-            tqdm(
-                total=num_rows,
-                desc="Searching",
-                unit=" rows",
-                leave=False,
-                disable=not show_progress,
-            ) as progress,
-        ):
+        with workers, progress:
             for start, documents in list_slices(corpus, metric):
                 add = partial(add_results, documents, start)
                 # list() waits for all groups, and raises the error of a group that failed.
@@ -155,14 +145,14 @@ def list_slices(embeddings: Embeddings, metric: Similarity) -> Iterator[tuple[in
     if metric == "cos":
         # Reused, because allocating memory for every slice costs more than writing to it.
         buffer = np.empty((size, dimension), dtype=np.float32)
-    for start, block in list_blocks(embeddings, size):
+    for start, block in list_blocks(embeddings, size, range(num_rows)):
         yield start, prepare_vectors(block, metric, "document embedding", start, buffer)
 
 
 def search_on_devices(
     parts: Sequence[DeviceEmbeddings], queries: np.ndarray, k: int, metric: Similarity
 ) -> tuple[np.ndarray, np.ndarray]:
-    """Find the k best documents of n queries exactly by torch. Each device searches its part.
+    """Find the k best documents of n queries by torch. Each device searches its part.
 
     `search_slices` describes queries, metric and result. A GPU without memory for the scores of a
     slice raises torch.OutOfMemoryError.
@@ -227,9 +217,7 @@ class DeviceEmbeddings:
         self.device = device
         self.first_row = first_row
         self._num_rows = (len(embeddings) if end_row is None else end_row) - first_row
-        self._dtype = np.dtype(embeddings.dtype)
-        if self._dtype != np.float16:
-            self._dtype = np.dtype(np.float32)
+        self._dtype = np.dtype("float16" if embeddings.dtype == "float16" else "float32")
         self._rows_per_block = _ROWS_PER_BLOCK_ON_CPU
         if device.type == "cuda":
             bytes_per_row = self._dtype.itemsize * embeddings.shape[1]
@@ -338,21 +326,16 @@ class DeviceEmbeddings:
 
     def _read_host(self) -> Iterator[tuple[int, Tensor]]:
         """Yield the first row and the embeddings of each block, on the host."""
-        end_row = self.first_row + self._num_rows
-        for first_row, block in list_blocks(self._embeddings, self._rows_per_block):
-            if first_row >= end_row:
-                return
-            start = max(first_row, self.first_row)
-            block = block[start - first_row : end_row - first_row]
-            if len(block) > 0:
-                # torch accepts neither a reversed array nor, without a warning, a read-only one.
-                yield start, torch.from_numpy(np.require(block, self._dtype, ("C", "W")))
+        rows = range(self.first_row, self.first_row + self._num_rows)
+        for first_row, block in list_blocks(self._embeddings, self._rows_per_block, rows):
+            # torch accepts neither a reversed array nor, without a warning, a read-only one.
+            yield first_row, torch.from_numpy(np.require(block, self._dtype, ("C", "W")))
 
 
-def list_blocks(embeddings: Embeddings, size: int) -> Iterator[tuple[int, np.ndarray]]:
-    """Yield the first row and the embeddings, of at most ``size`` rows, of each block."""
+def list_blocks(embeddings: Embeddings, size: int, rows: range) -> Iterator[tuple[int, np.ndarray]]:
+    """Yield the first row and the embeddings of each block of at most ``size`` rows."""
     if isinstance(embeddings, EmbeddingStore):
-        yield from embeddings.blocks(size)
+        yield from embeddings.blocks(size, rows)
         return
-    for first_row in range(0, len(embeddings), size):
-        yield first_row, embeddings[first_row : first_row + size]
+    for first_row in rows[::size]:
+        yield first_row, embeddings[first_row : min(first_row + size, rows.stop)]

@@ -66,13 +66,11 @@ class EmbeddingStore:
     ``store[10:20]`` and ``store[[7, 3]]`` are float32 copies; memory holds these rows alone.
 
     Attributes:
-        folder: the path of the store's folder.
         metadata: its identity and its result.
         shape: (N, d).
         dtype: type of the embeddings on disk, one of `STORED`.
         similarity: "cos" or "dot", the similarity function of the model.
         shard_size: number of rows in a shard; the last shard may have fewer.
-        num_shards: number of shards.
         get_embeddings: function that maps the embeddings (n, d) of the shard of a number.
     """
 
@@ -84,6 +82,7 @@ class EmbeddingStore:
         self.dtype: str = metadata["dtype"]
         self.shard_size: int = metadata["shard_size"]
         self.num_shards = -(-len(self) // self.shard_size)  # rounded up
+        self.has_passages = bool(metadata.get("passages"))  # titles and texts
         self.get_embeddings = cache(self._map_embeddings)
         self._get_table = cache(self._map_table)
 
@@ -128,7 +127,7 @@ class EmbeddingStore:
         Others raise IndexError.
         """
         if isinstance(rows, slice):
-            rows = np.arange(*rows.indices(len(self)))
+            rows = range(len(self))[rows]
         embeddings = np.empty((len(rows), self.shape[1]), dtype=np.float32)
         for shard_number, positions, rows_in_shard in self._group_by_shard(rows):
             embeddings[positions] = self.get_embeddings(shard_number)[rows_in_shard]
@@ -142,16 +141,8 @@ class EmbeddingStore:
             ids[positions] = shard_ids.take(rows_in_shard).to_pylist()
         return ids.tolist()
 
-    @property
-    def has_passages(self) -> bool:
-        """Whether the store holds titles and texts."""
-        return bool(self.metadata.get("passages"))
-
     def get_passages(self, shard_number: int) -> pa.Table:
-        """Return the columns ``id``, ``title`` and ``text`` of a shard, memory-mapped.
-
-        Raises `DataError` if the store holds no texts.
-        """
+        """Return the columns id, title and text of a shard, mapped; `DataError` without texts."""
         if not self.has_passages:
             raise DataError(
                 f"{self.folder}: has no texts (encode with --overwrite and without --no_texts)"
@@ -164,12 +155,10 @@ class EmbeddingStore:
         import pyarrow as pa
         import pyarrow.compute as pc
 
-        wanted = pa.array(list(ids), pa.string())
-        found: dict[str, tuple[str, str]] = {}
-        for shard_number in range(self.num_shards):
-            passages = self.get_passages(shard_number)
-            rows = pc.indices_nonzero(pc.is_in(passages["id"], value_set=wanted))
-            for passage in passages.take(rows).to_pylist():
+        is_wanted = pc.is_in(pc.field("id"), pa.array(list(ids), pa.string()))
+        found = {}
+        for passages in map(self.get_passages, range(self.num_shards)):
+            for passage in passages.filter(is_wanted).to_pylist():
                 found[passage["id"]] = (passage["title"], passage["text"])
         return found
 
@@ -178,16 +167,16 @@ class EmbeddingStore:
         shards = range(self.num_shards)
         return np.concatenate([self._map_array(shard, TEXTS_FILE, (), "int64") for shard in shards])
 
-    def blocks(self, size: int) -> Iterator[tuple[int, np.ndarray]]:
+    def blocks(self, size: int, rows: range) -> Iterator[tuple[int, np.ndarray]]:
         """Yield first row and embeddings (n, d), in the store's type, of blocks of ``size`` rows.
 
         A block ends with its shard. It is a view of the mapped file, and must not be changed.
         """
-        for shard_number in range(self.num_shards):
-            embeddings = self.get_embeddings(shard_number)
-            shard_start = shard_number * self.shard_size
-            for first in range(0, len(embeddings), size):
-                yield shard_start + first, embeddings[first : first + size]
+        for start in range(0, rows.stop, self.shard_size):
+            end = min(start + self.shard_size, rows.stop)
+            for first in range(max(start, rows.start), end, size):
+                embeddings = self.get_embeddings(start // self.shard_size)
+                yield first, embeddings[first - start : min(first + size, end) - start]
 
     def _group_by_shard(
         self, rows: Sequence[int] | np.ndarray
@@ -202,11 +191,11 @@ class EmbeddingStore:
             raise IndexError(
                 f"{self.folder}: rows must be a list of integers from 0 to {len(self) - 1}"
             )
-        row_numbers = row_numbers.astype(np.int64)  # the shard size exceeds the smaller types
-        shard_numbers = row_numbers // self.shard_size
+        # As int64, because the shard size exceeds the smaller types.
+        shard_numbers, rows_in_shards = np.divmod(row_numbers.astype(np.int64), self.shard_size)
         for shard_number in np.unique(shard_numbers).tolist():
             positions = np.flatnonzero(shard_numbers == shard_number)
-            yield shard_number, positions, row_numbers[positions] - shard_number * self.shard_size
+            yield shard_number, positions, rows_in_shards[positions]
 
     def _map_embeddings(self, shard_number: int) -> np.ndarray:
         import torch
@@ -255,11 +244,10 @@ class StoreWriter:
 
     Args:
         folder: a new folder, or that of a store of the same identity, which is continued.
-        identity: the settings that decide the embeddings, as JSON values; see
-            `contaccum.retrieval.encode.encoding_identity`.
+        identity: see `contaccum.retrieval.encode.encoding_identity`.
         notes: further entries for the result.
         overwrite: remove a store that is in the folder.
-        has_passages: True: the store holds titles and texts, for `EmbeddingStore.get_passages`.
+        has_passages: True: the store holds titles and texts.
 
     Raises:
         UserError: the folder holds other work or files, or it cannot be written to.
@@ -278,8 +266,8 @@ class StoreWriter:
         identity = {"work": STORE, **identity}
         if overwrite and work.read_identity(self.folder):
             (self.folder / work.RESULT_FILE).unlink(missing_ok=True)
-            for name in (PARQUET_FOLDER, BM25_FOLDER, "shard-*"):
-                for path in list(self.folder.glob(f"{name}/")):
+            for path in [*self.folder.glob("*/")]:
+                if path.name in (PARQUET_FOLDER, BM25_FOLDER) or path.match("shard-*"):
                     shutil.rmtree(path)
             work.write_identity(self.folder, identity)
         work.require_same_work(self.folder, identity, _REPLACE_REMEDY)
@@ -325,9 +313,7 @@ class StoreWriter:
                 raise self._other_corpus_error()  # a finished store gets no further shard
             is_missing = self._read_shard(shard_number, fingerprints[-1]) is None
             if is_missing and shard_number % world_size == rank:
-                texts = [passage_text(title, text) for _, title, text in shard_passages]
-                fingerprint = fingerprints[-1]
-                self._write_shard(shard_number, shard_passages, texts, encode(texts), fingerprint)
+                self._write_shard(shard_number, shard_passages, encode, fingerprints[-1])
             num_rows += len(shard_passages)
         if num_rows == 0:
             raise DataError(
@@ -362,19 +348,18 @@ class StoreWriter:
         self,
         shard_number: int,
         passages: Sequence[tuple[str, str, str]],
-        texts: list[str],
-        embeddings: np.ndarray,
+        encode: Callable[[list[str]], np.ndarray],
         fingerprint: str,
     ) -> None:
         import pyarrow as pa
 
-        values = np.ascontiguousarray(embeddings, dtype=self.identity["dtype"])
-        columns = {}
-        for name, column in zip(("id", "title", "text"), zip(*passages, strict=True), strict=True):
-            columns[name] = pa.array(column, pa.large_string() if name == "text" else pa.string())
-        tables = {IDS_FILE: pa.table({"id": columns.pop("id")})}
+        texts = [passage_text(title, text) for _, title, text in passages]
+        values = np.ascontiguousarray(encode(texts), dtype=self.identity["dtype"])
+        ids, titles, bodies = zip(*passages, strict=True)
+        tables = {IDS_FILE: pa.table([pa.array(ids, pa.string())], ["id"])}
         if self.has_passages:
-            tables[PASSAGES_FILE] = pa.table(columns)
+            columns = [pa.array(titles, pa.string()), pa.array(bodies, pa.large_string())]
+            tables[PASSAGES_FILE] = pa.table(columns, ["title", "text"])
         with files.atomic_folder(self.folder / get_shard_name(shard_number)) as folder:
             np.save(folder / EMBEDDINGS_FILE, values, allow_pickle=False)
             np.save(folder / TEXTS_FILE, text_ids(texts), allow_pickle=False)
@@ -397,10 +382,9 @@ def get_shard_name(shard_number: int) -> str:
 def write_parquet(store: EmbeddingStore, show_progress: bool = False) -> Path:
     """Write ids, titles, texts and embeddings of a store to its folder ``parquet``; return that.
 
-    Each shard becomes a file, with its rows in the order of the store and the columns ``id``,
-    ``title`` and ``text`` (strings) and ``embedding`` (fixed_size_list<float32 or float16, d>: the
-    values of the store). Memory holds one shard. Nothing is done if the folder exists: it appears
-    when all files are complete.
+    Each shard becomes a file, with the columns ``id``, ``title`` and ``text`` (strings) and
+    ``embedding`` (fixed_size_list<float32 or float16, d>, the values of the store). Memory holds
+    one shard. Nothing is done if the folder exists: it appears when all files are complete.
 
     Raises:
         DataError: the store holds no texts.

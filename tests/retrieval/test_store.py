@@ -118,7 +118,7 @@ def test_a_broken_or_foreign_store_is_refused_in_one_line(tmp_path, damage):
 def test_mapped_shards_copy_nothing_and_keep_no_file_open(tmp_path):
     folder = write_store(tmp_path / "s")
     store = EmbeddingStore.open(folder)
-    blocks = [block for _, block in store.blocks(10)]
+    blocks = [block for _, block in store.blocks(10, range(NUM_ROWS))]
     assert store.ids(range(NUM_ROWS)) == [passage_id for passage_id, _, _ in PASSAGES]
     assert not [file for file in psutil.Process().open_files() if str(folder) in file.path]
     # A change of the file is seen in the mapping, but not the other way round.
