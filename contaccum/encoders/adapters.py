@@ -79,17 +79,16 @@ def add_adapter(
             f"lora_r={r}: this model has an adapter already. Drop lora_r to train that adapter "
             "further, or merge it first with contaccum export"
         )
-    targets = list(target_modules or ())
     for backbone in get_backbones(model):
         names = [name for name, _ in backbone.named_modules()]
-        for target in targets:
+        for target in target_modules or ():
             # peft raises an error only if none of the targets is a layer.
             if not any(f".{name}".endswith(f".{target}") for name in names):
                 suggestion = closest(target, {name.rpartition(".")[2] for name in names})
                 raise ConfigError(
                     f"lora_target_modules: the model has no layer {target!r}{suggestion}"
                 )
-    layers: Any = targets or "all-linear"
+    layers: Any = list(target_modules or ()) or "all-linear"
     scale: Any = 2 * r if alpha is None else alpha  # may be a float, unlike its type in peft
     try:
         config = LoraConfig(r=r, target_modules=layers, lora_alpha=scale, lora_dropout=dropout)
@@ -110,8 +109,7 @@ def put_adapter(model: nn.Module, config: Any, name: str | None = None) -> None:
         backbone.add_adapter(backbone_config, name)  # freezes all weights but the adapter's
         base = backbone.name_or_path
         if os.path.isdir(base):
-            # An absolute path can be loaded from any working directory.
-            base = os.path.abspath(base)
+            base = os.path.abspath(base)  # it can be loaded from any working directory
         backbone_config.base_model_name_or_path = base
         # In bfloat16 most of an update would be lost to rounding.
         cast_adapter_dtype(backbone, name or "default")
@@ -231,10 +229,8 @@ def share_equal_frozen_weights(backbones: Sequence[PreTrainedModel]) -> None:
 
 def find_adapter_bases(folder: Path) -> list[str]:
     """Return the name or folder of each adapter's base in a model's folder; this needs peft."""
-    config_files = [
-        *folder.glob(_ADAPTER_CONFIG),
-        *folder.glob(f"{_TOWER_FOLDERS}/{_ADAPTER_CONFIG}"),
-    ]
+    patterns = (_ADAPTER_CONFIG, f"{_TOWER_FOLDERS}/{_ADAPTER_CONFIG}")
+    config_files = [file for pattern in patterns for file in folder.glob(pattern)]
     if config_files:
         require_peft(str(folder))
     return [str(read_json(file)["base_model_name_or_path"]) for file in config_files]
@@ -244,8 +240,8 @@ def find_adapter_bases(folder: Path) -> list[str]:
 def saving(model: nn.Module, folder: AnyPath) -> Iterator[None]:
     """Remove files of another model before the ``with`` block saves a model, and complete it.
 
-    After the block, settings are written that sentence-transformers needs to load a model with an
-    adapter but does not save: the dtype of the base, and the types of the towers in the Router.
+    For an adapter, it adds what sentence-transformers needs to load it and does not save: the dtype
+    of the base, and the types of the towers in the Router.
     """
     folder = Path(folder)
     bases = [Path(config.base_model_name_or_path) for config in _get_adapter_configs(model)]
@@ -278,18 +274,17 @@ def remove_stale_files(folder: Path, is_adapted: bool, base_folders: Sequence[Pa
     """
     resolved_bases = {base.resolve() for base in base_folders}
     for module_folder in (folder, *folder.glob(_TOWER_FOLDERS)):
-        is_base = module_folder.resolve() in resolved_bases
-        stale_backbone_files = _BACKBONE_FILES if is_adapted and not is_base else ()
-        for pattern in (*_ADAPTER_FILES, *stale_backbone_files):
-            for file in list(module_folder.glob(pattern)):
-                file.unlink()
+        patterns = _ADAPTER_FILES
+        if is_adapted and module_folder.resolve() not in resolved_bases:
+            patterns += _BACKBONE_FILES
+        for file in [file for pattern in patterns for file in module_folder.glob(pattern)]:
+            file.unlink()
 
 
 def _make_towers_loadable(folder: Path) -> list[Path]:
     """Change the router's config, and return the folders of the towers' adapters."""
-    # Router would look for the tower's subfolder in the folder of the adapter's base, which has no
-    # such subfolder. If the router's config names SentenceTransformer as the type of the tower, the
-    # tower is loaded as a whole model from its own folder.
+    # Router would look for the tower's subfolder in the folder of the adapter's base. A tower whose
+    # type is SentenceTransformer in the router's config is loaded from its own folder.
     router_file = folder / "router_config.json"
     router = read_json(router_file)
     tower_folders = [
@@ -306,10 +301,7 @@ def _make_towers_loadable(folder: Path) -> list[Path]:
 
 
 class TransformerLoader(Transformer):
-    """A loader of ``Transformer`` modules, whose class method `load` returns one of these.
-
-    A tower is loaded from its own folder, and an adapter in the precision in which it was saved.
-    """
+    """Loader that loads a tower from its own folder, and an adapter in its saved precision."""
 
     @classmethod
     def load(  # type: ignore[override]  # it names only one of Transformer's keyword arguments
@@ -317,8 +309,8 @@ class TransformerLoader(Transformer):
     ) -> Transformer:
         if subfolder:
             # Transformer would look for the subfolder in the base of an adapter.
-            names = ("token", "cache_folder", "revision", "local_files_only")
-            options = {name: kwargs[name] for name in names if name in kwargs}
+            names = {"token", "cache_folder", "revision", "local_files_only"}
+            options = {name: kwargs[name] for name in names & kwargs.keys()}
             local_folder = load_dir_path(model_name_or_path, subfolder, **options)
             model_name_or_path = local_folder or model_name_or_path
         module = Transformer.load(model_name_or_path, **kwargs)
@@ -343,19 +335,14 @@ class TransformerLoader(Transformer):
 
 
 LOADERS = {_TRANSFORMER_TYPE: TransformerLoader, _MODEL_TYPE: TransformerLoader}
-"""Type of a module, as saved folders name it -> class that loads the module.
-
-A tower with an adapter has the type SentenceTransformer in its folder; see
-`_make_towers_loadable`.
-"""
+"""Type of a module in saved folders -> its loader; see `_make_towers_loadable` for the second."""
 
 
 def replace_saved_adapter(folder: AnyPath, model: SentenceTransformer) -> None:
     """Save a full model into a folder, in place of a model with adapters.
 
-    The adapters are often the only copy of the trained weights, so they are removed only after the
-    full model is completely on the disk. After a kill, either the model with adapters is in the
-    folder, or the complete full model is in the subfolder `MERGED_FOLDER`.
+    The adapters may be the only copy of the trained weights. After a kill, either the model with
+    adapters is in the folder, or the complete full model is in the subfolder `MERGED_FOLDER`.
     """
     folder = Path(folder)
     merged_folder = folder / MERGED_FOLDER

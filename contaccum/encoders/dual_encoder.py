@@ -1,7 +1,7 @@
 """DualEncoder: a query tower and a passage tower as one SentenceTransformer.
 
-A tower is the encoder of one side. Tied towers share every weight; untied towers have separate
-weights, or separate adapters on the same frozen weights.
+Tied towers share every weight; untied towers have separate weights, or separate adapters on the
+same frozen weights.
 """
 
 from __future__ import annotations
@@ -18,7 +18,6 @@ from sentence_transformers.util import get_device_name, truncate_embeddings
 from torch import nn
 from transformers import PretrainedConfig, PreTrainedTokenizerBase
 
-from contaccum.data.rows import passage_text
 from contaccum.encoders import adapters
 from contaccum.encoders.loading import copy_module_code, fit_pooling, load_transformer, loading
 from contaccum.encoders.settings import (
@@ -47,8 +46,8 @@ class DualEncoder(SentenceTransformer):
     Example:
         ```python
         model = DualEncoder.from_backbone("bert-base-uncased", tied=False, pooling="cls")
-        queries = model.encode_queries(["what keeps the sky up?"])                    # (1, d)
-        passages = model.encode_corpus([{"title": "Sky", "text": "Nothing does."}])  # (1, d)
+        queries = model.encode_query(["what keeps the sky up?"])  # (1, d)
+        passages = model.encode_document(["Sky Nothing does."])  # (1, d)
         ```
     """
 
@@ -82,8 +81,8 @@ class DualEncoder(SentenceTransformer):
             name: a name on the hub, a folder, or a ``PretrainedConfig`` for fresh weights.
             pooling: None: ``"lasttoken"`` for a decoder, whose tokenizer then appends EOS to every
                 text; ``"cls"`` for an encoder.
-            query_max_length, passage_max_length: maximum number of tokens of a text, special tokens
-                included. None: 32 and 256, or fewer if the backbone takes fewer.
+            query_max_length, passage_max_length: tokens of a text, special ones included. None: 32
+                and 256, or fewer if the backbone takes fewer.
             similarity: None: ``"cos"`` if ``normalize`` is set, else ``"dot"``.
             dtype: type of the weights.
             tokenizer: a name, a folder or an object; required with a config. None: the
@@ -209,20 +208,6 @@ class DualEncoder(SentenceTransformer):
                 )
         return features
 
-    def encode_queries(self, queries: Sequence[str], batch_size: int = 32, **kwargs: Any) -> Any:
-        """Encode queries, (n, d), as ``encode_query`` does. BEIR calls this method."""
-        return self.encode_query(list(queries), batch_size=batch_size, **kwargs)
-
-    def encode_corpus(
-        self, corpus: Sequence[dict[str, str]], batch_size: int = 32, **kwargs: Any
-    ) -> Any:
-        """Encode passages, (n, d), as ``encode_document`` does. BEIR calls this method.
-
-        A passage has the key "text" and optionally "title", which is put before it.
-        """
-        texts = [passage_text(x.get("title") or "", x.get("text") or "") for x in corpus]
-        return self.encode_document(texts, batch_size=batch_size, **kwargs)
-
 
 def train_query_tower_alone(model: SentenceTransformer) -> None:
     """Freeze the document tower of a model, in place: an index of its embeddings stays valid.
@@ -237,8 +222,7 @@ def train_query_tower_alone(model: SentenceTransformer) -> None:
     query_tower = get_tower(model, "query")
     document_tower = get_tower(model, "document")
     document_tower.requires_grad_(False)
-    document_weights = {id(weight) for weight in document_tower.parameters()}
-    shares_weights = any(id(weight) in document_weights for weight in query_tower.parameters())
+    shares_weights = not set(query_tower.parameters()).isdisjoint(document_tower.parameters())
     if not shares_weights and not adapters.has_adapter(query_tower):
         query_tower.float()
 
@@ -256,19 +240,13 @@ def add_query_adapter(
     """
     if is_tied(model):
         untie(model)
-    document_tower = get_tower(model, "document")
-    document_tower.requires_grad_(False)
-    query_tower = get_tower(model, "query")
-    adapters.add_adapter(query_tower, r, alpha, dropout, target_modules)
+    get_tower(model, "document").requires_grad_(False)
+    adapters.add_adapter(get_tower(model, "query"), r, alpha, dropout, target_modules)
     adapters.share_equal_frozen_weights(adapters.get_backbones(model))
 
 
 def untie(model: SentenceTransformer) -> None:
-    """Replace the modules of a tied model by a Router, in place.
-
-    They are its document route, and a copy of them is its query route. Raises `ConfigError` if the
-    model has a Router already.
-    """
+    """Replace the modules of a tied model by a Router of two copies, or raise `ConfigError`."""
     if isinstance(model[0], Router):
         raise ConfigError(
             "both routes of this model's Router are the same tower: "

@@ -1,8 +1,7 @@
 """Gradient norms of the two towers, the encoders of queries and of passages.
 
-GradNormRatio (arXiv 2406.12356, section 5) is the gradient norm of the passage tower divided by the
-gradient norm of the query tower. With two banks of equal size the ratio stays near 1. With a
-passage bank alone it moves away from 1.
+GradNormRatio (arXiv 2406.12356, section 5) is that of the passage tower divided by that of the
+query tower. With two banks of equal size it stays near 1, with a passage bank alone it does not.
 
 The norms are those of the gradients of the weights. But tied towers share one gradient, and with
 engines that shard weights (FSDP2, ZeRO) each rank has only a part of it. Then the norms are those
@@ -49,11 +48,10 @@ class TowerGradNorms:
             self._hook = (wrapper or model).register_forward_hook(self._hook_output)
 
     def read(self, scale: float = 1.0) -> dict[str, float]:
-        """Return the norms since the last call, and reset them. It waits for the device.
+        """Return the norms of an update after its backward passes, and reset them.
 
-        Call this method after the backward passes of an update, before the gradients are set to
-        zero. The norms are divided by ``scale``, by which a gradient scaler (fp16) has multiplied
-        the loss.
+        It waits for the device. The norms are divided by ``scale``, by which a gradient scaler
+        (fp16) has multiplied the loss.
 
         Returns:
             ``grad_norm_query``, ``grad_norm_passage`` and ``grad_norm_ratio``. A tower without
@@ -73,9 +71,7 @@ class TowerGradNorms:
             # are too large by the number of ranks.
             norms[name] = over_ranks("SUM", squared_norm).sqrt() / world_size()
         self._norms_of_micro_steps = {}
-        values = {}
-        for name, norm in norms.items():
-            values[f"grad_norm_{name}"] = norm.item() / scale
+        values = {f"grad_norm_{name}": norm.item() / scale for name, norm in norms.items()}
         if len(values) == 2 and values["grad_norm_query"]:
             values["grad_norm_ratio"] = values["grad_norm_passage"] / values["grad_norm_query"]
         return values

@@ -16,7 +16,6 @@ from contaccum.data.rows import OnBadRecord, RecordReport
 from contaccum.defaults import DEFAULT_K_VALUES
 from contaccum.errors import ConfigError, DataError
 from contaccum.evaluation.metrics import (
-    check_k_values,
     ignored_judgements,
     score_run,
     warn_of_ignored_judgements,
@@ -93,7 +92,6 @@ def evaluate_beir(
     """
     from contaccum.retrieval.search import FaissSearcher
 
-    k_values = check_k_values(k_values)
     warn_of_ignored_judgements(dataset.qrels, dataset.name)
     plan = _plan(model, dataset, k_values, model_name, **settings)
     similarity = settings.pop("similarity", None)

@@ -187,9 +187,8 @@ def tokenisation_fingerprint(model: SentenceTransformer, kind: Kind | None = Non
     kind of texts or both.
     """
     if kind is None:
-        query_fingerprint = tokenisation_fingerprint(model, "query")
-        document_fingerprint = tokenisation_fingerprint(model, "document")
-        return Fingerprint(query_fingerprint, document_fingerprint).hex()
+        kinds: tuple[Kind, ...] = ("query", "document")
+        return Fingerprint(*(tokenisation_fingerprint(model, kind) for kind in kinds)).hex()
     prompt = get_prompt(model, kind)
     fingerprint = Fingerprint(prompt, model.default_prompt_name, model.truncate_dim)
     for module in get_tower(model, kind).modules():
@@ -206,11 +205,9 @@ def tokenisation_fingerprint(model: SentenceTransformer, kind: Kind | None = Non
         tokenizer = getattr(module, "tokenizer", None)
         fast_tokenizer = getattr(tokenizer, "backend_tokenizer", tokenizer)
         if fast_tokenizer is not None and hasattr(fast_tokenizer, "to_str"):
-            tokenizer_settings = json.loads(fast_tokenizer.to_str())
-            # Left out, because every call sets them to values of its own.
-            tokenizer_settings["padding"] = None
-            tokenizer_settings["truncation"] = None
-            fingerprint.add(tokenizer_settings)
+            # Padding and truncation are left out, because every call sets them.
+            fixed = {"padding": None, "truncation": None}
+            fingerprint.add({**json.loads(fast_tokenizer.to_str()), **fixed})
     return fingerprint.hex()
 
 
@@ -230,8 +227,7 @@ class CorpusEncoder:
 
     Attributes:
         report: counts of the corpus's used and bad records.
-        num_encoded: number of texts that this process encoded. It is smaller than the corpus if
-            other processes, or an earlier run, wrote shards.
+        num_encoded: number of texts that this process encoded.
         is_cut: counts of the different texts among these that are longer than the model reads
             (True), and of the others (False).
 

@@ -105,9 +105,7 @@ def prepare_vectors(
     first_row: int = 0,
     out: np.ndarray | None = None,
 ) -> np.ndarray:
-    """Return n vectors as contiguous float32 (n, d), L2-normalised if the metric is "cos".
-
-    A zero vector stays zero. The vectors themselves are not changed.
+    """Return n vectors as contiguous float32 (n, d), with "cos" as an L2-normalised copy.
 
     Args:
         description, first_row: name and number of the first vector in errors.
@@ -124,10 +122,8 @@ def prepare_vectors(
         raise _make_vector_error(description, first_row + int(np.flatnonzero(~is_finite)[0]))
     if metric == "dot":
         return vectors
-    divisors = np.where(norms > 0, norms, 1)[:, None]
-    if out is not None:
-        out = out[: len(vectors)]
-    return np.divide(vectors, divisors, out=out)
+    divisors = np.where(norms > 0, norms, 1)[:, None]  # a zero vector stays zero
+    return np.divide(vectors, divisors, out=None if out is None else out[: len(vectors)])
 
 
 def _make_vector_error(description: str, row: int) -> UserError:
@@ -201,9 +197,8 @@ class DeviceEmbeddings:
     """Some of N embeddings, from ``first_row`` to ``end_row``, read in blocks on a device.
 
     On a GPU, the embeddings stay in its memory if it has room. Otherwise their blocks are copied to
-    it each time they are read, and the next block is copied while the GPU works on this one. There
-    and on the way to it, they have the number type of the array or the store. An array must not
-    change.
+    it each time they are read, and the next block is copied while the GPU works on this one. They
+    keep the number type of the array, which must not change, or of the store.
     """
 
     def __init__(
@@ -230,8 +225,7 @@ class DeviceEmbeddings:
         if self._norms is None:
             norms = [torch.empty(0, device=self.device)]
             for _, block in self._read():
-                for part in block.split(self._rows_per_block):
-                    norms.append(part.float().norm(dim=1))
+                norms += [part.float().norm(dim=1) for part in block.split(self._rows_per_block)]
             self._norms = torch.cat(norms)
         return self._norms
 
@@ -254,11 +248,9 @@ class DeviceEmbeddings:
         if self._num_rows == 0:
             return
         if self._kept is None and self._fits():
-            kept = torch.empty(
-                (self._num_rows, self._embeddings.shape[1]),
-                dtype=getattr(torch, self._dtype.name),
-                device=self.device,
-            )
+            shape = (self._num_rows, self._embeddings.shape[1])
+            dtype = getattr(torch, self._dtype.name)
+            kept = torch.empty(shape, dtype=dtype, device=self.device)
             for first_row, block in self._copy():
                 start = first_row - self.first_row
                 kept[start : start + len(block)] = block

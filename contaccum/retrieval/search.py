@@ -1,8 +1,8 @@
 """Search in embeddings: exact or with any FAISS index, and from texts behind BEIR's interface.
 
 "Flat" is exact and builds no index: `contaccum.retrieval.exact_search` searches the embeddings
-themselves, an array or a store of any size. All other indexes are FAISS's, on the CPU. Scores are
-inner products; with the metric "cos", of L2-normalised copies. A document is named by its row.
+themselves. All other indexes are FAISS's, on the CPU. Scores are inner products; with the metric
+"cos", of L2-normalised copies. A document is named by its row.
 """
 
 from __future__ import annotations
@@ -42,10 +42,8 @@ if TYPE_CHECKING:
 # Number of results that an exact search returns beyond the k best. If the documents at positions k
 # and k + 1 have equal scores, the ids decide which of them is among the k best.
 _NUM_EXTRA_RESULTS = 32
-# FAISS warns below 39 training points per centroid.
-_TRAINING_POINTS_PER_CENTROID = 64
-# Minimum of training points, for factories with further centroids, such as those of PQ codes.
-_MIN_TRAINING_POINTS = 2**16
+_TRAINING_POINTS_PER_CENTROID = 64  # FAISS warns below 39
+_MIN_TRAINING_POINTS = 2**16  # for factories with further centroids, such as those of PQ codes
 _QUERIES_PER_LOOKUP = 4096  # queries whose documents' ids are read together, shard by shard
 _REMEDY_FOR_FILE = "name another file, or remove it to build it anew"
 
@@ -62,8 +60,8 @@ class FaissSearcher:
         embeddings: embeddings (n, d) of all queries, or of all documents, in place of the model's.
 
     Attributes:
-        search_details: ``index_parameters`` and the number of ``gpus`` of the last search and, for
-            an approximate index, the ``recall`` (see `recall_against_exact`).
+        search_details: ``index_parameters``, number of ``gpus`` and, for an approximate index, the
+            ``recall`` (see `recall_against_exact`) of the last search.
     """
 
     def __init__(
@@ -280,9 +278,8 @@ def search(
     Returns:
         Scores, float32 (n, min(k, N)), and rows, int64 (n, min(k, N)), of each query's documents:
         by score, and for equal scores by id, both descending. (If more than 32 documents have the
-        score of position k, or the index is approximate, any of these may be left out.) An
-        approximate index may find fewer documents; then the last entries are row -1 with score
-        -inf.
+        score of position k, any of these may be left out.) An approximate index may find fewer
+        documents; then the last entries are row -1 with score -inf.
 
     Raises:
         DataError: queries and documents have different dimensions.
@@ -349,7 +346,6 @@ def list_hits(
         found_rows = np.unique(group[group >= 0])
         id_of_row = dict(zip(found_rows.tolist(), index.ids(found_rows), strict=True))
         for query_rows, query_scores in zip(group, scores[start:], strict=False):
-            # Where an approximate index finds fewer than k documents, the last rows are -1.
             ids = [id_of_row[row] for row in query_rows.tolist() if row >= 0]
             yield dict(zip(ids, query_scores.tolist(), strict=False))
 
@@ -357,7 +353,7 @@ def list_hits(
 def recall_against_exact(
     index: DenseIndex, queries: np.ndarray, rows: np.ndarray, show_progress: bool = False
 ) -> dict[str, float] | None:
-    """Return the share of the exact results that an approximate index found.
+    """Return the share of the exact results that an approximate index found; None if it is exact.
 
     Args:
         queries: float32 (n, d). At most 100 of them, evenly spread, are searched for again,
@@ -365,8 +361,7 @@ def recall_against_exact(
         rows: (n, k), the rows that `search` returned for them.
 
     Returns:
-        {"queries": number of compared queries, "recall@k": share}; None for an exact index or no
-        query.
+        {"queries": number of compared queries, "recall@k": share}.
     """
     if index.faiss_index is None or len(queries) == 0:
         return None
@@ -385,8 +380,7 @@ def check_factory(
 ) -> tuple[faiss.Index, str | None]:
     """Return an empty FAISS index for some embeddings, and its search parameters.
 
-    Commands call it before hours of encoding. Only `build_index` finds that there are too few rows
-    to train other parts than inverted lists, such as codes.
+    Only `build_index` finds that there are too few rows to train codes.
 
     Raises:
         ConfigError: FAISS does not accept the factory or the parameters, the factory does not
@@ -421,9 +415,8 @@ def _set_parameters(index: faiss.Index, factory: str, parameters: str | None) ->
         default = f"nprobe={math.ceil(num_lists / 8)}"
     space: Any = faiss.ParameterSpace()  # FAISS's type stub has only one of the two overloads
     try:
-        for values in (default, parameters):
-            if values:
-                space.set_index_parameters(index, values)
+        for values in filter(None, (default, parameters)):
+            space.set_index_parameters(index, values)
     except RuntimeError as error:
         raise ConfigError(
             f"index {factory!r} does not take parameters {parameters!r} (correct or drop them)"
@@ -439,6 +432,5 @@ def _count_inverted_lists(index: faiss.Index) -> int:
 
 
 def _get_reason(error: Exception) -> str:
-    """Return the message of a FAISS error without FAISS's source file and line number."""
-    message = " ".join(str(error).split())
-    return re.sub(r"^Error in .*?:\d+: (Error: )?", "", message)
+    """Return the message of an error in one line, without FAISS's source file and line number."""
+    return re.sub(r"^Error in .*?:\d+: (Error: )?", "", " ".join(str(error).split()))
