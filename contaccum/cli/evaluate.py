@@ -53,8 +53,6 @@ def run(argv: Sequence[str]) -> int:
         "k_values": k_values,
         "model_name": args.model,
         "show_progress": not args.no_progress,
-        "index": args.index,
-        "index_parameters": args.index_parameters,
         "batch_size": args.batch_size,
         "similarity": args.similarity,
         "precision": args.precision,
@@ -66,15 +64,10 @@ def run(argv: Sequence[str]) -> int:
         dataset = beir.load_data(source, args.split, args.on_bad_record)
         # Sets are matched by the fingerprints of their data, and not by their names.
         for path, earlier in earlier_scores.items():
-            if dataset.fingerprint not in earlier:
+            if earlier.get(dataset.fingerprint, {}).keys() != dataset.qrels.keys():
                 raise DataError(
-                    f"--baseline {path}: is on other data than {label} (name a result on the same "
-                    "data)"
-                )
-            if earlier[dataset.fingerprint].keys() != dataset.qrels.keys():
-                raise DataError(
-                    f"--baseline {path}: lacks scores of queries of {label}, or has others; "
-                    "evaluate again"
+                    f"--baseline {path}: is on other data or queries than {label} (name a result "
+                    "on the same data, or evaluate again)"
                 )
         if args.model is not None:
             model = model or load_model(args.model, args)
@@ -137,7 +130,7 @@ def _parse_arguments(argv: Sequence[str]) -> argparse.Namespace:
     parser = Parser(
         "evaluate",
         "Score a model or a run on BEIR data with FAISS.",
-        *("index", "index_parameters", "similarity", "query_max_length"),
+        *("similarity", "query_max_length"),
         *ENCODING_OPTIONS,
         usage="contaccum evaluate (MODEL | --run RUN) --data SET ... [OPTIONS]",
     )

@@ -29,14 +29,13 @@ from contaccum.files import AnyPath, atomic_folder, read_json, write_json
 
 logger = logging.getLogger(__name__)
 
-_TRANSFORMER_TYPE = fullname(Transformer)
-_MODEL_TYPE = fullname(SentenceTransformer)
 MERGED_FOLDER = ".merged"
 """Subfolder in which the full model is written before it replaces the model with adapters."""
 
+_TRANSFORMER_TYPE = fullname(Transformer)
+_MODEL_TYPE = fullname(SentenceTransformer)
 _ADAPTER_CONFIG = "adapter_config.json"
-_TOWER_FOLDERS = "*_Transformer"
-"""Pattern of the subfolders in which a Router saves the transformers of its towers."""
+_TOWER_FOLDERS = "*_Transformer"  # subfolders in which a Router saves its towers' transformers
 _ADAPTER_FILES = (_ADAPTER_CONFIG, "adapter_model.*")
 _BACKBONE_FILES = (
     "config.json",
@@ -63,13 +62,13 @@ def add_adapter(
 
     Args:
         r: rank of the adapter.
-        alpha: scale of the adapter, see the formula. None: 2 r.
+        alpha: scale of the adapter. None: 2 r.
         dropout: the probability with which an input of A is set to zero.
         target_modules: names of layers, or the ends of their names. None: every linear layer.
 
     Raises:
-        ConfigError: if a layer does not exist or cannot have an adapter, the model has an adapter
-            or no backbone, or peft is not installed.
+        ConfigError: a layer does not exist or cannot have an adapter, the model has an adapter or
+            no backbone, or peft is not installed.
     """
     require_peft("an adapter")
     from peft import LoraConfig
@@ -130,18 +129,15 @@ def make_adapter_trainable(model: nn.Module) -> None:
 
 
 def merge_adapter(model: nn.Module) -> None:
-    """Add the adapters to the frozen weights, so that the model has no adapters any more.
+    """Add the adapters to the frozen weights; each tower then has its own weights.
 
-    Each tower then has its own weights. The sums are computed in float32, and rounded to the dtype
-    of the base; call ``model.float()`` first to keep a small update whole.
+    The sums are computed in float32, and rounded to the dtype of the base; call ``model.float()``
+    first to keep a small update whole.
     """
     from peft.tuners.tuners_utils import BaseTunerLayer
 
-    adapted_transformers = [
-        module
-        for module in model.modules()
-        if isinstance(module, Transformer) and getattr(module.model, "peft_config", None)
-    ]
+    transformers = [module for module in model.modules() if isinstance(module, Transformer)]
+    adapted_transformers = [each for each in transformers if has_adapter(each)]
     if any(transformer.model.dtype in _HALF_DTYPES for transformer in adapted_transformers):
         logger.warning(
             "the merged weights are rounded to bfloat16 or float16, the dtype of the base, which "
@@ -149,8 +145,7 @@ def merge_adapter(model: nn.Module) -> None:
             "`contaccum export`, which merges in float32"
         )
     for transformer in adapted_transformers:
-        # A copy, because another tower may share the base.
-        backbone = copy.deepcopy(transformer.model)
+        backbone = copy.deepcopy(transformer.model)  # another tower may share the base
         transformer.model = backbone
         for name, layer in list(backbone.named_modules()):
             if isinstance(layer, BaseTunerLayer):
@@ -165,8 +160,7 @@ def merge_adapter(model: nn.Module) -> None:
                     base_layer.to(dtype)
                 backbone.set_submodule(name, base_layer)
         backbone.delete_adapter(list(backbone.peft_config))
-        # This private attribute maps the names of adapter weights to the names in the file.
-        # With it, transformers would save the merged weights under wrong names.
+        # Private: with it, transformers would save the merged weights under names of an adapter's.
         vars(backbone).pop("_weight_conversions", None)
         backbone.requires_grad_(True)
 
@@ -245,15 +239,7 @@ def saving(model: nn.Module, folder: AnyPath) -> Iterator[None]:
     """
     folder = Path(folder)
     bases = [Path(config.base_model_name_or_path) for config in _get_adapter_configs(model)]
-    # `put_adapter` makes the path of a base folder absolute. Another base is a name on the hub.
-    base_folders = [base for base in bases if base.is_absolute()]
-    for base in base_folders:
-        if not (base / "config.json").is_file():
-            raise ConfigError(
-                f"the adapter cannot be saved alone, because its base is not in {base}: restore "
-                "that folder, or call merge_adapter to save a full model"
-            )
-    remove_stale_files(folder, has_adapter(model), base_folders)
+    remove_stale_files(folder, has_adapter(model), bases)
     yield
     if not has_adapter(model):
         return
@@ -266,15 +252,15 @@ def saving(model: nn.Module, folder: AnyPath) -> Iterator[None]:
         write_json(config_file, {**read_json(config_file), "model_kwargs": {"dtype": dtype}})
 
 
-def remove_stale_files(folder: Path, is_adapted: bool, base_folders: Sequence[Path] = ()) -> None:
+def remove_stale_files(folder: Path, is_adapted: bool, bases: Sequence[Path] = ()) -> None:
     """Remove the files of a model that was saved in the folder before.
 
     An old adapter beside new full weights would be loaded with them. Old full weights beside a new
     adapter would be loaded as its base, so they are kept only if they are its base.
     """
-    resolved_bases = {base.resolve() for base in base_folders}
+    resolved_bases = {base.resolve() for base in bases}
     for module_folder in (folder, *folder.glob(_TOWER_FOLDERS)):
-        patterns = _ADAPTER_FILES
+        patterns: tuple[str, ...] = _ADAPTER_FILES
         if is_adapted and module_folder.resolve() not in resolved_bases:
             patterns += _BACKBONE_FILES
         for file in [file for pattern in patterns for file in module_folder.glob(pattern)]:

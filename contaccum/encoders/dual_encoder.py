@@ -51,8 +51,7 @@ class DualEncoder(SentenceTransformer):
         ```
     """
 
-    # sentence-transformers reads this attribute to choose the class that loads a module. It is
-    # private, but the only way to load a tower's adapter together with its settings.
+    # Private, but the only way to load a tower's adapter together with its settings.
     _module_classes = adapters.LOADERS
 
     @classmethod
@@ -109,7 +108,7 @@ class DualEncoder(SentenceTransformer):
             query_max_length = min(_QUERY_MAX_LENGTH, max_tokens)
         if passage_max_length is None:
             passage_max_length = min(_PASSAGE_MAX_LENGTH, max_tokens)
-        # encode() without a task, "query" or "document", truncates texts to this length.
+        # For encode() without a task
         transformer.max_seq_length = max(query_max_length, passage_max_length)
         dimension = transformer.get_embedding_dimension()
         modules: list[Any] = [transformer, Pooling(dimension, pooling_mode=pooling)]
@@ -142,9 +141,8 @@ class DualEncoder(SentenceTransformer):
             UserError: if the model cannot be loaded; see `loading`.
         """
         with loading(path, bool(kwargs.get("trust_remote_code"))) as name:
-            # Each of two adapters is loaded with its own copy of the base. To save memory on the
-            # device, both copies are loaded on the CPU, and moved once they are shared.
-            # `model_kwargs` may need the device at once, as weights in 4 bits do.
+            # Two adapters are loaded with two copies of the base: on the CPU, and moved once they
+            # share one. `model_kwargs` may need the device at once, as weights in 4 bits do.
             has_two_adapters = len(adapters.find_adapter_bases(Path(name))) > 1
             is_loaded_on_cpu = has_two_adapters and not kwargs.get("model_kwargs")
             device = kwargs.get("device")
@@ -189,14 +187,10 @@ class DualEncoder(SentenceTransformer):
     def preprocess(
         self, inputs: Sequence[Any], prompt: str | None = None, **kwargs: Any
     ) -> dict[str, Any]:
-        """Tokenise texts, as `SentenceTransformer.preprocess` does; training and `encode` call it.
-
-        Raises:
-            ConfigError: if the prompt fills the maximum length, so that every text is cut away.
-        """
+        """Tokenise texts; raise `ConfigError` if the prompt fills the maximum length."""
         features = super().preprocess(inputs, prompt=prompt, **kwargs)
         token_ids = features.get("input_ids")
-        # Texts that are cut away have equal tokens. Then a text is compared with an empty one.
+        # Texts that are cut away have equal tokens.
         if isinstance(token_ids, torch.Tensor) and bool((token_ids == token_ids[:1]).all()):
             without_text = super().preprocess([""], prompt=prompt, **kwargs)["input_ids"]
             with_text = super().preprocess([" 0 a"], prompt=prompt, **kwargs)["input_ids"]

@@ -26,9 +26,8 @@ class TowerGradNorms:
     Args:
         model: the model, without wrappers. Embeddings belong to the query tower if the ``task`` of
             the model's features is "query", otherwise to the passage tower.
-        wrapper: the module that losses call, such as the compiled model or the model in DDP. None:
-            ``model``. The forward hook is registered on the wrapper, because hooks inside a
-            compiled model do not run.
+        wrapper: the module that losses call, such as the compiled model or the model in DDP, which
+            gets the hook; inside a compiled model it would not run. None: ``model``.
         has_whole_gradients: True if every rank holds the complete gradients of the weights.
     """
 
@@ -66,9 +65,8 @@ class TowerGradNorms:
         # Every rank must call the collective for the towers in the same order.
         for name, norms_of_tower in sorted(self._norms_of_micro_steps.items(), reverse=True):
             squared_norm = torch.stack(norms_of_tower).square().sum()
-            # The loss of an update is the mean over the ranks. Each rank has the gradients of its
-            # own loss, or, with a shared bank, of the common loss times the number of ranks. Both
-            # are too large by the number of ranks.
+            # The loss is the mean over the ranks, but each rank has the gradients of its own loss,
+            # or, with a shared bank, of the common loss times the number of ranks.
             norms[name] = over_ranks("SUM", squared_norm).sqrt() / world_size()
         self._norms_of_micro_steps = {}
         values = {f"grad_norm_{name}": norm.item() / scale for name, norm in norms.items()}
@@ -91,7 +89,7 @@ class TowerGradNorms:
         name = "query" if task == "query" else "passage"
 
         def record_norm(gradient: Tensor) -> None:
-            # The norm stays on the device, so that a micro-step does not wait for it.
+            # It stays on the device, so that a micro-step does not wait for it.
             norm = torch.linalg.vector_norm(gradient.detach().float())
             self._norms_of_micro_steps.setdefault(name, []).append(norm)
 

@@ -34,10 +34,8 @@ PoolingMode = Literal["cls", "mean", "lasttoken"]
 """The first token's state as the embedding of a text, the mean of all, or the last token's."""
 
 _LIBRARY_PREFIX = "sentence_transformers."
-_DYNAMIC_PREFIX = "transformers_modules."
-"""Start of the names of Python modules that transformers loads from the code of a model."""
-_ROUTER_CONFIGS = ("router_config.json", "config.json")
-"""Files in which a Router names the types of its modules; old versions wrote config.json."""
+_DYNAMIC_PREFIX = "transformers_modules."  # of modules that transformers loads from a model's code
+_ROUTER_CONFIGS = ("router_config.json", "config.json")  # old versions wrote the second
 
 
 @contextmanager
@@ -47,9 +45,9 @@ def loading(name: AnyPath, trust_remote_code: bool = False) -> Iterator[str]:
         with loading(name) as path:
             model = SentenceTransformer(path)
 
-    The block receives the folder or the name on the hub, with ``~`` expanded. Code in a model's
-    folder, and classes that are not part of sentence-transformers, run only with
-    ``trust_remote_code``. A pickle that holds more than tensors is never read.
+    ``path`` is the folder or the name on the hub, with ``~`` expanded. Code in a model's folder,
+    and classes that are not part of sentence-transformers, run only with ``trust_remote_code``. A
+    pickle that holds more than tensors is never read.
     """
     path = os.path.expanduser(os.fspath(name))
     require_model(path)

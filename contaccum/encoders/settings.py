@@ -20,11 +20,9 @@ from contaccum.errors import ConfigError
 Kind = Literal["query", "document"]
 """Kind of texts, and name of the tower that encodes them: a task in sentence-transformers."""
 
-_MIN_TOKENS = 3
-"""The special tokens at the start and end of a text, and one token between them."""
+_MIN_TOKENS = 3  # the special tokens at both ends of a text, and one token between them
 _NO_MAX_LENGTH = 10**9  # a tokenizer without a maximum length has a larger number
-_DROPOUT_ATTRIBUTES = ("attention_dropout", "dropout_prob", "dropout_p")
-"""Attributes in which attention modules store a dropout probability, without a dropout module."""
+_DROPOUT_ATTRIBUTES = ("attention_dropout", "dropout_prob", "dropout_p")  # without a Dropout module
 
 
 def get_tower(model: SentenceTransformer, task: str) -> nn.Module:
@@ -91,7 +89,6 @@ def require_max_length(model: SentenceTransformer, task: str) -> int:
     length = getattr(transformer, f"{task}_length", None)
     length = length or getattr(transformer, "max_seq_length", None)
     max_length = min(length or sys.maxsize, get_max_positions(transformer))
-    # Tokenizers without a maximum length have a huge number instead.
     if max_length >= _NO_MAX_LENGTH:
         raise ConfigError(
             f"this model has no maximum length for a {task}, and servers need one: set "
@@ -138,7 +135,7 @@ def configure(
     """
     if dropout is not None:
         for module in model.modules():
-            # This class is private, but the base of all dropout modules of torch.
+            # Private, but the base of all dropout modules of torch
             if isinstance(module, nn.modules.dropout._DropoutNd):
                 module.p = dropout
             for name in _DROPOUT_ATTRIBUTES:

@@ -76,30 +76,28 @@ def evaluate_beir(
     model_name: str | None = None,
     show_progress: bool = True,
     embeddings: Mapping[Kind, np.ndarray] | None = None,
-    **settings: Any,
+    similarity: str | None = None,
+    precision: str = "float32",
+    batch_size: int = 32,
 ) -> EvaluationResult:
     """Encode the corpus and the queries of a data set, search, and score.
 
     Args:
         k_values: cut-offs of the metrics. As many documents as the largest are retrieved.
         model_name: name of the model in the record.
-        embeddings: see `FaissSearcher`.
-        settings: index, index_parameters, batch_size and precision of `FaissSearcher`; similarity,
-            "cos" or "dot" (the model's own, or cosine, if there is none).
+        similarity: "cos" or "dot"; None: the model's own.
+        embeddings, precision, batch_size: see `FaissSearcher`.
 
     Raises:
-        ConfigError: a setting is out of range, or does not fit the model or the data.
+        ConfigError: the similarity is unknown.
     """
     from contaccum.retrieval.search import FaissSearcher
 
     warn_of_ignored_judgements(dataset.qrels, dataset.name)
-    plan = _plan(model, dataset, k_values, model_name, **settings)
-    similarity = settings.pop("similarity", None)
-    searcher = FaissSearcher(
-        model, show_progress_bar=show_progress, embeddings=embeddings, **settings
-    )
+    plan = _plan(model, dataset, k_values, model_name, similarity, precision)
+    searcher = FaissSearcher(model, batch_size, precision, show_progress, embeddings)
     run = searcher.search(dataset.corpus, dataset.queries, max(k_values), similarity)
-    plan["search"].update(searcher.search_details)
+    plan["search"]["gpus"] = searcher.num_gpus
     metrics, per_query = score_run(dataset.qrels, run, k_values)
     return EvaluationResult(metrics, per_query, run, **plan)
 
@@ -109,11 +107,9 @@ def _plan(
     dataset: BeirDataset,
     k_values: Sequence[int],
     model_name: str | None,
-    index: str = "Flat",
-    index_parameters: str | None = None,
     similarity: str | None = None,
     precision: str = "float32",
-    batch_size: int = 32,
+    batch_size: int = 32,  # it decides nothing
 ) -> dict[str, Any]:
     """Return the part of an evaluation's record that is known before the search."""
     from contaccum.retrieval.encode import (
@@ -131,7 +127,7 @@ def _plan(
             "name": model_name,
         },
         "tokenisation": tokenisation_fingerprint(model),
-        "search": {"index": index, "index_parameters": index_parameters, "k": max(k_values)},
+        "search": {"k": max(k_values)},
         "precision": precision,
     }
     return {**plan, "identity": fingerprint(plan, list(k_values))}
@@ -149,8 +145,7 @@ def evaluate_once(
 ) -> dict[str, Any]:
     """Return the record in a file, or evaluate by `evaluate_beir` and write it.
 
-    A record is used again if it has the same identity: model, data, settings and metrics. So an
-    evaluation of many sets goes on after an interruption.
+    A record is used again if it has the same model, data, settings and metrics.
     """
     with suppress(DataError):  # there is no record, or a damaged one
         record = read_result(file)
@@ -200,8 +195,7 @@ def evaluation_sets(data: Sequence[str]) -> dict[str, str]:
 
     Returns:
         {label: folder or public name, for `load_data`}. A label is the name of the set or of its
-        folder; if several sets have the same name, the labels of folders begin with the name of the
-        folder around them, such as "scifact/dev".
+        folder; of several with the same name, labels of folders are such as "scifact/dev".
 
     Raises:
         ConfigError: a set is named twice.

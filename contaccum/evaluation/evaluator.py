@@ -35,8 +35,7 @@ _Value = TypeVar("_Value")
 class RetrievalEvaluator(SentenceEvaluator):
     """Evaluator of a model on a BEIR data set, in memory, by exact search.
 
-    The model runs in the precision that is in force: under a trainer's bf16 or fp16, the scores are
-    those of bf16 or fp16.
+    The model runs in the precision that is in force, such as a trainer's bf16.
 
     Args:
         dataset: data set to score on; `sample` returns smaller ones.
@@ -47,9 +46,8 @@ class RetrievalEvaluator(SentenceEvaluator):
         notes: further entries for the record of the data.
 
     Attributes:
-        documents: documents whose stored embeddings are used, because only the query tower is
-            trained; each search checks that the document tower of its model has encoded the store.
-            None (the default): the model encodes the documents in each call.
+        documents: documents whose stored embeddings are used; each search checks that its model has
+            encoded the store. None (the default): the model encodes the documents in each call.
         query_scores: {query id: score by the primary metric} of the last scoring.
 
     Raises:
@@ -91,10 +89,7 @@ class RetrievalEvaluator(SentenceEvaluator):
     def __call__(
         self, model: Any, output_path: str | None = None, epoch: float = -1, steps: int = -1
     ) -> dict[str, float]:
-        """Return {"ndcg@10": ...}, means over the judged queries.
-
-        The scores are passed on to the model card. Nothing is written to ``output_path``.
-        """
+        """Return {"ndcg@10": ...}, means over the judged queries, also for the model card."""
         scores = self.score(model)
         self.store_metrics_in_model_card_data(
             model,

@@ -11,7 +11,7 @@ import json
 import os
 import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field
 from datetime import UTC, datetime
 from pathlib import Path
 from statistics import fmean
@@ -70,11 +70,9 @@ class EvaluationResult:
         run: the run that was scored; it is written to the TREC file, not to the record.
         data: name, split, path, documents, queries, judgements, fingerprint.
         model: name, fingerprint, similarity, dimension.
-        search: index, index_parameters, k, gpus; for an approximate index also its recall.
-        tokenisation: hash of the settings, beside the weights, that decide embeddings; None for a
-            run of another system.
-        endpoint: comparison of the model with the embedding server whose embeddings were scored in
-            its place; see `contaccum.evaluation.endpoint`.
+        search: k, and the number of gpus.
+        tokenisation: `tokenisation_fingerprint` of the model; None for a run of another system.
+        endpoint: comparison of the model with its embedding server; see `evaluate_endpoint`.
         identity: hash of everything that decides the metrics; None if it is not known.
         precision: type of autocast, "float32" without autocast, "unknown" for a run.
         created: time of the evaluation, in UTC.
@@ -94,20 +92,18 @@ class EvaluationResult:
 
     def record(self) -> dict[str, Any]:
         """Return the content of the JSON file: versions, and all attributes except ``run``."""
-        names = [item.name for item in fields(self) if item.name != "run"]
-        return {**{name: getattr(self, name) for name in names}, **provenance()}
+        attributes = {name: value for name, value in vars(self).items() if name != "run"}
+        return {**attributes, **provenance()}
 
 
 def write_result(result: EvaluationResult, path: str | os.PathLike[str]) -> dict[str, Any]:
     """Write the record to ``path`` and the run to ``<stem>.trec`` beside it; return the record.
 
-    Each file appears as a whole or not at all, and earlier files stay until both are complete.
-    Where a record is, its run is too.
+    Earlier files stay until both are complete. Where a record is, its run is too.
     """
     path = Path(path)
     run_path = path.with_suffix(".trec")
-    # Scores per query are as large as the data and hold only ids and numbers, so they are not
-    # searched for credentials.
+    # Scores per query, ids and numbers, are as large as the data: they are not redacted.
     record = redact({**result.record(), "per_query": {}})
     record["per_query"] = result.per_query
     content = json.dumps(record, indent=1, allow_nan=False, ensure_ascii=False)
@@ -128,8 +124,7 @@ def read_result(path: str | os.PathLike[str]) -> dict[str, Any]:
     """Read a record that `write_result` wrote.
 
     Raises:
-        DataError: the file is missing or is not such a record, or a score in it is no number
-            between 0 and 1.
+        DataError: there is no such record, or a score in it is no number between 0 and 1.
     """
     record: dict[str, Any] = read_json(path)
     for key in ("metrics", "per_query", "data", "search"):
@@ -208,7 +203,7 @@ def read_trec_run(path: str | os.PathLike[str], on_bad_record: OnBadRecord = "st
 
 
 def fill_page(page: str, tables: Mapping[str, str]) -> str:
-    """Return a page of the documentation with new tables, {name: Markdown}.
+    """Return a page with new tables, {name: Markdown}.
 
     A table stands between the comments ``<!-- table: NAME -->`` and ``<!-- end of table -->``.
     """
@@ -279,7 +274,7 @@ def make_table(
     first = next(iter(records.values()))  # the values that are read are equal in all records
     return {
         **{name: first[name] for name in ("model", "tokenisation", "precision")},
-        "search": {name: first["search"].get(name) for name in ("index", "index_parameters", "k")},
+        "search": {"k": first["search"].get("k")},
         "shown": list(shown),
         "sets": rows,
         "mean": _mean_metrics(rows),

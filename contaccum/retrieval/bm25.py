@@ -26,12 +26,10 @@ WEIGHT_FILE = "bm25_weight.json"
 FUSION_DEPTH = 100
 """Number of the best documents of a query whose scores are scaled to 0..1 before they are added.
 
-It does not depend on the number of documents that are retrieved, because the best weight of BM25
-depends on the scale.
+It is the same however many documents are retrieved: the best weight depends on the scale.
 """
 
-# DPR's values of the saturation of the term frequency (k1) and the influence of the passage's
-# length (b).
+# DPR's values of the saturation of term frequencies and the influence of the passage's length
 _K1 = 0.9
 _B = 0.4
 
@@ -79,9 +77,9 @@ def fuse_runs(
 ) -> dict[str, dict[str, float]]:
     """Add the scores of BM25 to those of an encoder, each scaled to 0..1 per query.
 
-    The best `FUSION_DEPTH` documents of each are scaled and added; a document that only one of them
-    has there has a score of 0 from the other. The other documents follow them, with scores below 0
-    on the same scale; there, a document that only one of them has counts as the last of the other.
+    Of each, the best `FUSION_DEPTH` documents are scaled and added; one that the other lacks there
+    has a score of 0 from it. The other documents follow, with scores below 0 on the same scale; one
+    that the other lacks counts as its last.
 
     Args:
         run: {query id: {document id: score}} of the encoder.

@@ -35,8 +35,7 @@ class _Lookup:
         first_positions = np.searchsorted(self._sorted, wanted, side="left")
         counts = np.searchsorted(self._sorted, wanted, side="right") - first_positions
         indices = np.repeat(np.arange(len(wanted)), counts)
-        # The matches of a hash lie next to each other in the sorted order: its first position plus
-        # 0, 1, 2, ...
+        # The matches of a hash are its first position in the sorted order plus 0, 1, 2, ...
         num_matches_before = np.cumsum(counts) - counts
         match_numbers = np.arange(len(indices)) - np.repeat(num_matches_before, counts)
         return indices, self._order[np.repeat(first_positions, counts) + match_numbers]
@@ -65,13 +64,10 @@ class StoreDocuments:
         self.similarity: str = store.similarity
         self.dimension: int = store.shape[1]
         self._appended = np.empty((0, self.dimension), dtype=np.float32)
-        self._set_text_ids(store.text_ids())
+        self._text_ids = store.text_ids()
+        self._lookup = _Lookup(self._text_ids)
         # The key is (device, part, num_parts), the arguments of `blocks`.
         self._on_device: dict[tuple[torch.device, int, int], list[DeviceEmbeddings]] = {}
-
-    def _set_text_ids(self, ids: np.ndarray) -> None:
-        self._text_ids = ids
-        self._lookup = _Lookup(ids)
 
     def __len__(self) -> int:
         return len(self._text_ids)
@@ -83,8 +79,7 @@ class StoreDocuments:
     @property
     def fingerprint(self) -> str:
         """Hash, in hex, of the store and of the appended documents."""
-        appended_ids = self._text_ids[len(self.store) :].tolist()
-        return fingerprint(self.store.fingerprint, appended_ids)
+        return fingerprint(self.store.fingerprint, self._text_ids[len(self.store) :].tolist())
 
     def describe(self) -> dict[str, Any]:
         """Return store, fingerprint, counts and types of these documents, for records."""
@@ -100,7 +95,8 @@ class StoreDocuments:
     def add(self, texts: Sequence[str], embeddings: np.ndarray) -> None:
         """Append documents: k texts and their embeddings, float32 (k, d)."""
         self._appended = np.concatenate([self._appended, embeddings.astype(np.float32, copy=False)])
-        self._set_text_ids(np.concatenate([self._text_ids, text_ids(texts)]))
+        self._text_ids = np.concatenate([self._text_ids, text_ids(texts)])
+        self._lookup = _Lookup(self._text_ids)
         self._on_device = {}
 
     def find_rows(self, texts: Sequence[str]) -> list[np.ndarray]:
@@ -108,7 +104,7 @@ class StoreDocuments:
         return self._lookup.find_each(text_ids(texts))
 
     def match_text_ids(self, ids: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-        """Find all documents whose texts have one of these hashes, int64 (k,), copies included.
+        """Find all documents whose texts have one of these hashes, int64 (k,).
 
         Two int64 arrays (f,) have an entry per match: the index in ``ids``, and the document's row.
         """
@@ -126,33 +122,28 @@ class StoreDocuments:
         return embeddings.to(rows.device)
 
     def find_embeddings(self, texts: Sequence[str]) -> tuple[np.ndarray, np.ndarray]:
-        """Return the embeddings of those texts that are documents, as they are stored.
+        """Return the indices (f,) of those texts that are documents, and their embeddings (f, d).
 
-        They are the indices in ``texts`` of the f texts, int64 (f,), and float32 (f, d).
+        Of several documents with the same text, the first one is read.
         """
         indices, rows = self.match_text_ids(text_ids(texts))
-        # Of several documents with the same text, the first one is read.
         indices, first_matches = np.unique(indices, return_index=True)
         return indices, self._read_rows(rows[first_matches])
 
     def blocks(
         self, device: torch.device, part: int = 0, num_parts: int = 1
     ) -> Iterator[DocumentBlock]:
-        """Yield blocks of documents on a device, in the number type of the store.
+        """Yield blocks of documents on a device, of one of several consecutive parts.
 
-        They stay on a GPU for later calls if it has enough free memory. A block is valid until the
-        next one is asked for. Of ``num_parts`` consecutive parts, for example of ranks, ``part`` is
-        yielded.
+        See `DeviceEmbeddings`. A block is valid until the next one is asked for.
         """
         key = (device, part, num_parts)
         if key not in self._on_device:
             self._on_device[key] = []
             for embeddings in (self.store, self._appended):
-                first_row = len(embeddings) * part // num_parts
-                end_row = len(embeddings) * (part + 1) // num_parts
-                self._on_device[key].append(
-                    DeviceEmbeddings(embeddings, device, first_row, end_row)
-                )
+                first_row, end_row = (len(embeddings) * n // num_parts for n in (part, part + 1))
+                rows = DeviceEmbeddings(embeddings, device, first_row, end_row)
+                self._on_device[key].append(rows)
         stored, appended = self._on_device[key]
         has_scales = self.similarity == "cos"
         yield from stored.blocks(has_scales)
@@ -173,9 +164,8 @@ class PositiveRows:
 
     Args:
         documents: the documents, among which positives are looked up.
-        query_ids: int64 (p,), hash of the query's text for each known (query, positive) pair.
-        positive_ids: int64 (p,), hash of the positive's text for each of these pairs. A pair whose
-            positive is not among the documents is left out.
+        query_ids, positive_ids: int64 (p,), hashes of the texts of the known (query, positive)
+            pairs. A pair whose positive is not among the documents is left out.
     """
 
     def __init__(

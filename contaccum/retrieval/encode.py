@@ -49,10 +49,8 @@ _SIMILARITIES: dict[str, Similarity] = {
 # A larger batch does not fit a CPU's cache: 200 SciFact abstracts by MiniLM on one core take 16.4 s
 # with 32 texts per batch, 14.4 s with 8 and 14.2 s with 4.
 _MAX_CPU_BATCH_SIZE = 8
-_BATCHES_PER_PART = 32  # texts that are encoded between two drawings of the progress bar
-# Settings of a module that hold a maximum length of texts. A module may have one for both kinds, or
-# one for queries and another for documents.
-_LENGTH_SETTINGS = ("max_seq_length", "query_length", "document_length")
+_BATCHES_PER_PART = 32  # between two drawings of the progress bar
+_LENGTH_SETTINGS = ("max_seq_length", "query_length", "document_length")  # of a module
 
 
 def encode_texts(
@@ -65,13 +63,12 @@ def encode_texts(
 ) -> np.ndarray:
     """Encode k texts with a SentenceTransformer, by `encode_query` or `encode_document`.
 
-    Equal texts have equal embeddings to the last bit. Each module keeps its mode, training or
-    evaluation.
+    Equal texts have equal embeddings to the last bit.
 
     Args:
         batch_size: texts per forward pass; on a CPU, a value above 8 counts as 8.
-        precision: "bfloat16" or "float16" for autocast to that type. With "float32" nothing is
-            changed: an autocast that a trainer has entered stays in force.
+        precision: "bfloat16" or "float16" for autocast to that type. With "float32", an autocast
+            that a trainer has entered stays in force.
 
     Returns:
         float32 (k, d), not normalised unless the model normalises.
@@ -94,12 +91,11 @@ def encode_texts(
     unique_texts = sorted(dict.fromkeys(texts), key=len, reverse=True)
     part_size = _BATCHES_PER_PART * batch_size
     encoded = []
-    # encode() leaves a model in evaluation mode. In a training loop that would switch off dropout
-    # from here on.
     num_texts = len(unique_texts)
     progress = tqdm(
         total=num_texts, desc="Encoding", unit=" texts", leave=False, disable=not show_progress
     )
+    # encode() would leave a model without dropout, also in a training loop.
     with without_dropout(model), autocast, progress:
         for start in range(0, num_texts, part_size):
             part = unique_texts[start : start + part_size]
@@ -118,12 +114,9 @@ def encode_texts(
 
 
 def get_similarity(model: SentenceTransformer, score_function: str | None = None) -> Similarity:
-    """Return the similarity that embeddings are compared by, "cos" or "dot".
+    """Return "cos" or "dot", for a name such as "cos_sim"; None: that of the model, else "cos".
 
-    It is ``score_function``, such as "cos_sim"; None: that of the model, or cosine without one.
-
-    Raises:
-        ConfigError: the similarity is neither cosine nor dot product.
+    Raises `ConfigError` if the similarity is neither cosine nor dot product.
     """
     name = score_function or getattr(model, "similarity_fn_name", None) or "cosine"
     check_choice("the similarity", name, _SIMILARITIES)
@@ -161,12 +154,8 @@ def check_store_fits(model: SentenceTransformer, store: EmbeddingStore) -> None:
 
 
 def model_fingerprint(model: Any, kind: Kind | None = None) -> str:
-    """Return `hash_tensors` of a model's saved tensors, or of its tower for one kind of texts.
-
-    A model has the same fingerprint after saving and loading, in any file format.
-    """
-    module = model if kind is None else get_tower(model, kind)
-    return hash_tensors(module.state_dict())
+    """Return `hash_tensors` of a model's saved tensors, or of its tower for one kind of texts."""
+    return hash_tensors((model if kind is None else get_tower(model, kind)).state_dict())
 
 
 def hash_tensors(tensors: Mapping[str, torch.Tensor]) -> str:
@@ -192,15 +181,14 @@ def tokenisation_fingerprint(model: SentenceTransformer, kind: Kind | None = Non
     prompt = get_prompt(model, kind)
     fingerprint = Fingerprint(prompt, model.default_prompt_name, model.truncate_dim)
     for module in get_tower(model, kind).modules():
-        # Containers are skipped and their modules are hashed one by one: then a model without a
-        # Router has the same fingerprint as one whose towers are tied.
+        # The modules of containers are hashed one by one: then a model without a Router has the
+        # same fingerprint as one whose towers are tied.
         if isinstance(module, (SentenceTransformer, Router)):
             continue
         if hasattr(module, "get_config_dict"):
             config = module.get_config_dict()  # type: ignore[operator]  # torch types it as a tensor
             lengths = {name: config.pop(name, None) for name in _LENGTH_SETTINGS}
             max_length = lengths[f"{kind}_length"] or getattr(module, "max_seq_length", None)
-            # The length for the other kind of texts is left out: it changes nothing here.
             fingerprint.add(type(module).__name__, config, str(max_length))
         tokenizer = getattr(module, "tokenizer", None)
         fast_tokenizer = getattr(tokenizer, "backend_tokenizer", tokenizer)
@@ -286,7 +274,7 @@ class CorpusEncoder:
             return self.writer.fill(passages, encode_shard, rank, world_size)
 
     def describe_cut(self) -> str:
-        """Return a line about the passages that are longer than the model reads; empty if none."""
+        """Return a line about the passages that are longer than the model reads, if any are."""
         if not self.is_cut[True]:
             return ""
         share = 100 * self.is_cut[True] / self.is_cut.total()

@@ -62,7 +62,7 @@ def search_slices(
 
     num_rows, dimension = corpus.shape
     # FAISS's threads wait for each other after every block of a product. One thread per group of
-    # queries needs half the CPU time, and on a busy machine a fraction of the wall time.
+    # queries needs half the CPU time.
     num_threads = faiss.omp_get_max_threads()
     num_workers = max(1, min(num_threads, len(queries) // _MIN_QUERIES_PER_THREAD))
     num_groups = max(num_workers, math.ceil(len(queries) / _MAX_QUERIES_PER_GROUP))
@@ -80,8 +80,8 @@ def search_slices(
     progress = tqdm(
         total=num_rows, desc="Searching", unit=" rows", leave=False, disable=not show_progress
     )
-    # By default, FAISS uses BLAS only if queries x dimensions reach 128,000. Below that, products
-    # are computed one by one, which takes up to ten times as long. Now eight queries are enough.
+    # By default, FAISS uses BLAS only if queries x dimensions reach 128,000, and needs up to ten
+    # times as long below that. Now eight queries are enough.
     blas_threshold = faiss.cvar.distance_compute_blas_threshold
     faiss.cvar.distance_compute_blas_threshold = 8 * dimension
     try:
@@ -274,9 +274,9 @@ class DeviceEmbeddings:
             for first_row, block in self._read_host():
                 yield first_row, block.to(self.device)
             return
-        # Blocks alternate between two places in page-locked memory of the host and two in the
-        # memory of the GPU. A stream of its own copies a block while the GPU works on the last one,
-        # and a thread reads it from the file while this thread gives the GPU its work.
+        # Blocks alternate between two places in page-locked memory of the host and two on the GPU.
+        # A stream of its own copies a block while the GPU works on the last one, and a thread reads
+        # it from the file while this thread gives the GPU its work.
         shape = (2, self._rows_per_block, self._embeddings.shape[1])
         dtype = getattr(torch, self._dtype.name)
         on_host = torch.empty(shape, dtype=dtype, pin_memory=True)

@@ -51,37 +51,31 @@ logger = logging.getLogger(__name__)
 
 
 class FaissSearcher:
-    """Searcher that encodes a corpus and queries with one model, for BEIR's `EvaluateRetrieval`.
+    """Exact searcher with the interface of BEIR's, for `EvaluateRetrieval`.
 
     Args:
-        model: a SentenceTransformer, which stays on its device.
+        model: a SentenceTransformer, which encodes the corpus and the queries on its device.
         batch_size, precision: see `encode_texts`.
-        index, index_parameters: FAISS factory string and search parameters; see `build_index`.
         embeddings: embeddings (n, d) of all queries, or of all documents, in place of the model's.
 
     Attributes:
-        search_details: ``index_parameters``, number of ``gpus`` and, for an approximate index, the
-            ``recall`` (see `recall_against_exact`) of the last search.
+        num_gpus: number of GPUs of the last search.
     """
 
     def __init__(
         self,
         model: SentenceTransformer,
         batch_size: int = 32,
-        index: str = "Flat",
-        index_parameters: str | None = None,
         precision: str = "float32",
         show_progress_bar: bool = True,
         embeddings: Mapping[Kind, Embeddings] | None = None,
     ) -> None:
         self.model = model
         self.batch_size = batch_size
-        self.index = index
-        self.index_parameters = index_parameters
         self.precision = precision
         self.show_progress_bar = show_progress_bar
         self.embeddings = embeddings or {}
-        self.search_details: dict[str, Any] = {}
+        self.num_gpus = 0
 
     def search(
         self,
@@ -105,23 +99,16 @@ class FaissSearcher:
             {query id: {document id: score}}, best documents first.
 
         Raises:
-            ConfigError: the score function is unknown, or the index cannot be built.
+            ConfigError: the score function is unknown.
         """
         metric = get_similarity(self.model, score_function)
         query_embeddings = self._encode("query", list(queries.values()))
         assert isinstance(query_embeddings, np.ndarray)  # only documents may be those of a store
-        # Before the documents are encoded, which may take hours.
-        check_factory(self.index, query_embeddings.shape[1], len(corpus), self.index_parameters)
         document_embeddings = self._encode("document", get_passage_texts(corpus))
-        index = build_index(
-            document_embeddings, self.index, metric, list(corpus), self.index_parameters
-        )
+        index = build_index(document_embeddings, metric=metric, ids=list(corpus))
         # One more than top_k, because the document with the query's id is dropped.
         scores, rows = search(index, query_embeddings, top_k + 1, self.show_progress_bar)
-        self.search_details = {"index_parameters": index.parameters, "gpus": len(index.gpus)}
-        recall = recall_against_exact(index, query_embeddings, rows[:, :top_k])
-        if recall is not None:
-            self.search_details["recall"] = recall
+        self.num_gpus = len(index.gpus)
         run = {}
         for query_id, hits in zip(queries, list_hits(index, scores, rows), strict=True):
             hits.pop(query_id, None)

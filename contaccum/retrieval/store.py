@@ -7,11 +7,9 @@
         ids.arrow         ids of the rows: Arrow IPC, one column ``id`` of strings
         passages.arrow    columns ``title`` and ``text`` of strings, unless they are left out
         texts.npy         hashes of the texts, int64 (n,); training looks up positives by them
-        result.json       rows, dimension, size of each file, fingerprint of the corpus up to the
-                          last row of this shard
-    parquet/              for vector databases and other programs; see `write_parquet`
-        shard-00000.parquet
-    bm25/                 index of the words of all texts, as bm25s saves it; see `bm25.write_index`
+        result.json       rows, dimension, file sizes, fingerprint of the corpus up to this shard
+    parquet/              a file for each shard; see `write_parquet`
+    bm25/                 see `contaccum.retrieval.bm25.write_index`
 
 A shard appears as a whole or not at all. So a killed process loses only the shard that it was
 writing, and several processes may write to the same folder. No file holds a pickle.
@@ -43,7 +41,6 @@ TOKENISATION = "tokenizer, prompt, maximum length, pooling or dimension"
 """A name in the identity, which messages show."""
 STORED = ("float32", "float16")
 """Types of stored embeddings."""
-
 EMBEDDINGS_FILE = "embeddings.npy"
 IDS_FILE = "ids.arrow"
 PASSAGES_FILE = "passages.arrow"
@@ -51,9 +48,7 @@ TEXTS_FILE = "texts.npy"
 PARQUET_FOLDER = "parquet"
 BM25_FOLDER = "bm25"
 
-# Programs read one row group of a parquet file at a time. With 768 dimensions in float32, a group
-# has 25 MB.
-_ROWS_PER_GROUP = 8192
+_ROWS_PER_GROUP = 8192  # of parquet, which programs read at a time: 25 MB with 768 dimensions
 _REPLACE_REMEDY = (
     "name another folder, or remove this store; contaccum encode does so with --overwrite"
 )
@@ -124,7 +119,6 @@ class EmbeddingStore:
         """Return the embeddings of n rows, in the order of the request, as float32 (n, d).
 
         Rows are a slice, or a list or array of integers from 0; ascending ones are read fastest.
-        Others raise IndexError.
         """
         if isinstance(rows, slice):
             rows = range(len(self))[rows]
@@ -168,10 +162,7 @@ class EmbeddingStore:
         return np.concatenate([self._map_array(shard, TEXTS_FILE, (), "int64") for shard in shards])
 
     def blocks(self, size: int, rows: range) -> Iterator[tuple[int, np.ndarray]]:
-        """Yield first row and embeddings (n, d), in the store's type, of blocks of ``size`` rows.
-
-        A block ends with its shard. It is a view of the mapped file, and must not be changed.
-        """
+        """Yield first row and embeddings (n, d) of blocks of ``size`` rows: views of the files."""
         for start in range(0, rows.stop, self.shard_size):
             end = min(start + self.shard_size, rows.stop)
             for first in range(max(start, rows.start), end, size):
@@ -200,9 +191,8 @@ class EmbeddingStore:
     def _map_embeddings(self, shard_number: int) -> np.ndarray:
         import torch
 
-        # The map lives as long as the store: mapping anew for each pass over it would take a fifth
-        # of the pass. Many systems allow a process 1,024 open files or fewer; numpy keeps the file
-        # of a map open, torch does not.
+        # The map lives as long as the store, because mapping takes a fifth of a pass over it. Of
+        # 1,024 open files that a process may have, numpy keeps one for each map, torch does not.
         array = self._map_array(shard_number, EMBEDDINGS_FILE, self.shape[1:], self.dtype)
         start = array.offset // array.itemsize  # after the header of the file
         dtype = getattr(torch, self.dtype)
@@ -230,9 +220,7 @@ class EmbeddingStore:
         path = self.folder / get_shard_name(shard_number) / name
         with pa.memory_map(str(path)) as source, pa.ipc.open_file(source) as reader:
             table = reader.read_all()  # it stays mapped, and the file is closed
-        # Arrow does not check offsets when it reads rows: in a broken file they may point outside
-        # the mapped memory.
-        table.validate(full=True)
+        table.validate(full=True)  # offsets in a broken file may point outside the mapped memory
         return table
 
     def _count_rows(self, shard_number: int) -> int:
@@ -282,58 +270,53 @@ class StoreWriter:
         rank: int = 0,
         world_size: int = 1,
     ) -> bool:
-        """Encode and write the shards that are missing.
+        """Encode and write the shards that are missing; return True if the store is finished.
 
-        Every shard that exists must come from the same corpus. This is checked before a later shard
-        is encoded, and again at the end. Memory holds the texts and embeddings of one shard.
+        Memory holds the texts and embeddings of one shard.
 
         Args:
             passages: (id, title, text) of each passage of the corpus; ids are distinct.
             encode: function that returns the embeddings of n texts, float32 (n, d).
             rank, world_size: this process encodes every ``world_size``-th shard, from ``rank`` on.
 
-        Returns:
-            True if the store is finished.
-
         Raises:
             DataError: the store has shards of another corpus, or there is no passage.
             UserError: the disk is full or cannot be written to.
         """
         remaining = iter(passages)
-        corpus = files.Fingerprint()  # of all passages up to the current shard
+        corpus = files.Fingerprint()
         fingerprints: list[str] = []  # of the corpus up to the end of each shard
         num_rows = 0
         finished = work.read_result(self.folder)
         while shard_passages := list(islice(remaining, self.identity["shard_size"])):
             for passage in shard_passages:
                 corpus.add(*passage)
-            shard_number = len(fingerprints)
+            number = len(fingerprints)
             fingerprints.append(corpus.hex())
             if finished is not None and num_rows >= finished["rows"]:
                 raise self._other_corpus_error()  # a finished store gets no further shard
-            is_missing = self._read_shard(shard_number, fingerprints[-1]) is None
-            if is_missing and shard_number % world_size == rank:
-                self._write_shard(shard_number, shard_passages, encode, fingerprints[-1])
+            is_missing = self._read_shard(number, corpus.hex()) is None
+            if is_missing and number % world_size == rank:
+                self._write_shard(number, shard_passages, encode, corpus.hex())
             num_rows += len(shard_passages)
         if num_rows == 0:
             raise DataError(
                 f"{self.folder}: nothing to encode: the corpus has no usable passage (correct the "
                 "corpus file)"
             )
-        dimension = None
-        for shard_number, fingerprint in enumerate(fingerprints):
-            shard = self._read_shard(shard_number, fingerprint)
+        shards = []
+        for number, fingerprint in enumerate(fingerprints):
+            shard = self._read_shard(number, fingerprint)
             if shard is None:
                 return False  # other processes still write; the last of them finishes the store
-            dimension = shard["dimension"]
+            shards.append(shard)
         if (self.folder / get_shard_name(len(fingerprints))).exists():
             raise self._other_corpus_error()
         if finished is None:
-            corpus_note = {**self.notes.get("corpus", {}), "fingerprint": fingerprints[-1]}
-            counts = {"rows": num_rows, "dimension": dimension, "corpus": corpus_note}
+            counts = {"rows": num_rows, "dimension": shards[0]["dimension"]}
+            counts["corpus"] = {**self.notes.get("corpus", {}), "fingerprint": fingerprints[-1]}
             # An earlier start may have written some shards without them.
-            shards = (self.folder / get_shard_name(number) for number in range(len(fingerprints)))
-            counts["passages"] = all((shard / PASSAGES_FILE).exists() for shard in shards)
+            counts["passages"] = all(PASSAGES_FILE in shard["files"] for shard in shards)
             work.finish(self.folder, {**self.notes, **counts, **files.provenance()})
         return True
 
@@ -406,7 +389,6 @@ def write_parquet(store: EmbeddingStore, show_progress: bool = False) -> Path:
                 store.get_passages(shard_number).append_column("embedding", column),
                 new_folder / f"{get_shard_name(shard_number)}.parquet",
                 row_group_size=_ROWS_PER_GROUP,
-                # A dictionary of repeated values would only cost time: embeddings hardly repeat.
-                use_dictionary=False,
+                use_dictionary=False,  # embeddings hardly repeat
             )
     return folder

@@ -102,12 +102,6 @@ def test_ignored_judgements_are_warned_of_once(evaluate, model, tmp_path, caplog
     assert describe_data(data)["ignored_judgements"] == 3
 
 
-def test_data_without_ignored_judgements_are_not_warned_of(model, places, caplog):
-    evaluate_beir(model, places, (1,), show_progress=False)
-    assert not get_package_warnings(caplog)
-    assert "ignored_judgements" not in describe_data(places)
-
-
 def test_a_run_with_fewer_results_than_the_largest_cut_off_is_warned_of(places, caplog):
     score_beir_run(places, {"q0": {"cat-tree": 1.0, "dog-tree": 0.5}}, (1, 5), "r")
     (warning,) = get_package_warnings(caplog)
@@ -138,7 +132,7 @@ def test_a_run_has_the_largest_inner_products_of_all_pairs(model, places, simila
         assert list(hits.values()) == pytest.approx(scores[best_rows].tolist(), abs=1e-5)
     assert result.model["similarity"] == similarity
     assert result.model["dimension"] == queries.shape[1]
-    assert result.search == {"index": "Flat", "index_parameters": None, "k": 5, "gpus": 0}
+    assert result.search == {"k": 5, "gpus": 0}
 
 
 def test_missing_queries_count_as_zero_and_own_documents_are_ignored(model, places):
@@ -153,17 +147,10 @@ def test_missing_queries_count_as_zero_and_own_documents_are_ignored(model, plac
     assert result_of_one_query.metrics["P@5"] == pytest.approx(expected)
 
 
-@pytest.mark.parametrize(
-    ("settings", "message"),
-    [
-        ({"index": "IVF64,Flat"}, "64"),
-        ({"similarity": "euclidean"}, "euclidean"),
-    ],
-)
-def test_wrong_settings_are_refused_before_documents_are_encoded(model, places, settings, message):
-    model.encode_document = None
-    with pytest.raises(ConfigError, match=message):
-        evaluate_beir(model, places, **settings)
+def test_a_wrong_similarity_is_refused_before_anything_is_encoded(model, places):
+    model.encode = None
+    with pytest.raises(ConfigError, match="euclidean"):
+        evaluate_beir(model, places, similarity="euclidean")
 
 
 @pytest.mark.long
