@@ -318,10 +318,9 @@ def _order_ties_by_id(index: DenseIndex, scores: np.ndarray, rows: np.ndarray) -
     """
     equals_previous = (scores[:, 1:] == scores[:, :-1]) & (rows[:, 1:] >= 0)
     for line in np.flatnonzero(equals_previous.any(axis=1)).tolist():
-        found = np.flatnonzero(rows[line] >= 0)
-        keys = list(zip(scores[line, found].tolist(), index.ids(rows[line, found]), strict=True))
-        order = sorted(range(len(found)), key=keys.__getitem__, reverse=True)
-        rows[line, found] = rows[line, found[order]]
+        found = rows[line][rows[line] >= 0]  # the last rows may be -1
+        hits = zip(scores[line].tolist(), index.ids(found), found.tolist(), strict=False)
+        rows[line, : len(found)] = [row for _, _, row in sorted(hits, reverse=True)]
 
 
 def list_hits(

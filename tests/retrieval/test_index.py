@@ -11,7 +11,6 @@ import pytest
 import torch
 
 from contaccum.errors import ConfigError, DataError, UserError
-from contaccum.retrieval import exact_search
 from contaccum.retrieval.search import (
     DenseIndex,
     build_index,
@@ -39,9 +38,8 @@ def write_store(folder: Path, embeddings: np.ndarray, shard_size: int, **identit
 
 
 @pytest.fixture(params=["faiss", "torch"])
-def build(request, monkeypatch) -> Callable[..., DenseIndex]:
+def build(request) -> Callable[..., DenseIndex]:
     """Build an index that searches exactly by FAISS, or by the program of GPUs in two parts."""
-    monkeypatch.setattr(exact_search, "_MAX_SCORES_ON_GPU", 20_000)
 
     def build(*args: Any, **kwargs: Any) -> DenseIndex:
         index = build_index(*args, **kwargs)
