@@ -84,14 +84,13 @@ class DualEncoder(SentenceTransformer):
                 and 256, or fewer if the backbone takes fewer.
             similarity: None: ``"cos"`` if ``normalize`` is set, else ``"dot"``.
             dtype: type of the weights.
-            tokenizer: a name, a folder or an object; required with a config. None: the
-                tokenizer of ``name``.
+            tokenizer: a name, a folder or an object; None: that of ``name``, which is no config.
             device: None: an accelerator if there is one, else the CPU.
             model_kwargs: further arguments of transformers' ``from_pretrained``.
 
         Raises:
-            UserError: if the backbone cannot be loaded.
-            ConfigError: for arguments that are out of range, or that the backbone cannot take.
+            UserError: the backbone cannot be loaded.
+            ConfigError: arguments are out of range, or the backbone cannot take them.
         """
         check_choice("pooling", pooling, (None, "cls", "mean", "lasttoken"))
         settings = {"dtype": getattr(torch, dtype), **(model_kwargs or {})}
@@ -138,7 +137,7 @@ class DualEncoder(SentenceTransformer):
             kwargs: SentenceTransformer's keyword arguments.
 
         Raises:
-            UserError: if the model cannot be loaded; see `loading`.
+            UserError: the model cannot be loaded; see `loading`.
         """
         with loading(path, bool(kwargs.get("trust_remote_code"))) as name:
             # Two adapters are loaded with two copies of the base: on the CPU, and moved once they
@@ -206,10 +205,9 @@ class DualEncoder(SentenceTransformer):
 def train_query_tower_alone(model: SentenceTransformer) -> None:
     """Freeze the document tower of a model, in place: an index of its embeddings stays valid.
 
-    A tied model first gets a separate query tower, a copy of its only tower. Without an adapter,
-    and if it shares no weight with the document tower, the weights of the query tower become
-    float32, because in bfloat16 or float16 most of an update would be lost to rounding. The
-    document tower keeps its dtype, which a store may depend on.
+    A tied model first gets a separate query tower, a copy of its only tower. Without an adapter and
+    shared weights, the query tower becomes float32, because in bfloat16 or float16 most of an
+    update would be lost to rounding. The document tower keeps its dtype.
     """
     if is_tied(model):
         untie(model)

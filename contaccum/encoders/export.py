@@ -79,19 +79,16 @@ def export_model(
         folder: the new folder.
         dtype: dtype of the weights: "float32", "bfloat16" or "float16".
         model_name: name of the model in the record.
-        trust_remote_code: allow code that comes with the model, which runs again when the folder is
-            loaded for the comparison.
+        trust_remote_code: allow code that comes with the model, also for the comparison.
 
     Returns:
         The record, which is also in ``export.json``. Its ``checks`` are one for each subfolder and
-        task: ``folder``, ``task``, ``num_texts``, and the cosines of the two embeddings of a text,
-        ``least`` and ``mean``.
+        task, with the ``least`` and the ``mean`` cosine of the two embeddings of a text.
 
     Raises:
-        ConfigError: for a folder that exists, an unknown dtype, a module that servers do not have,
-            or a model without a maximum length or with ``truncate_dim``.
-        UserError: if embeddings of a float32 export differ from the model's; nothing is written
-            then.
+        ConfigError: the folder exists, the dtype is unknown, a module is none of servers, or the
+            model has no maximum length, or a ``truncate_dim``.
+        UserError: embeddings of a float32 export differ from the model's; nothing is written.
     """
     folder = Path(folder)
     check_choice("dtype", dtype, _DTYPES)
@@ -145,9 +142,8 @@ def export_model(
 def make_plain_models(model: SentenceTransformer) -> dict[str, SentenceTransformer]:
     """Return the plain models of a model by subfolder; they share its modules.
 
-    If the model compares by cosine, its plain models end with a Normalize module, so that an index
-    by inner product ranks as the model does. `ConfigError` is raised for a module that servers do
-    not have, or a model that truncates its embeddings.
+    For cosine, they end with a Normalize module, so that an index by inner product ranks as the
+    model does. Raises `ConfigError` for a module that servers do not have, or for ``truncate_dim``.
     """
     num_dimensions = model.truncate_dim
     if num_dimensions is not None:
@@ -186,10 +182,9 @@ def write_plain_model(
 ) -> None:
     """Save a plain model in a dtype, with its settings in the files and keys that servers read.
 
-    sentence-transformers 6 writes new types of modules, one key ``pooling_mode`` for the pooling,
-    and no ``max_seq_length``. text-embeddings-inference, vLLM, Infinity and llama.cpp's converter
-    read the types and keys of earlier versions, which sentence-transformers 6 can still load. If
-    they are missing, a server guesses the pooling or the length.
+    These are the types of modules, the pooling and the ``max_seq_length`` of versions before
+    sentence-transformers 6, which can still load them. Without them, text-embeddings-inference,
+    vLLM, Infinity and llama.cpp's converter guess the pooling or the length.
     """
     plain_model.to(dtype)
     plain_model.save_pretrained(str(folder))

@@ -87,7 +87,7 @@ def evaluate_endpoint(
         The result of the servers. Its ``endpoint`` is the comparison with the model.
 
     Raises:
-        UserError: a server gives no embeddings of the model.
+        UserError: a server is missing, or gives no embeddings of the model.
     """
     if query_url is None and not is_tied(model):
         raise ConfigError(

@@ -154,14 +154,11 @@ def search(
     queries: Mapping[str, str],
     top_k: int,
 ) -> dict[str, dict[str, float]]:
-    """Find the ``top_k`` best documents of every query that share a word with it.
+    """Return {query id: {document id: score}}, the best documents that share a word, best first.
 
     Args:
         get_ids: returns the document ids of some rows of the index, such as `EmbeddingStore.ids`.
         queries: {query id: text}.
-
-    Returns:
-        {query id: {document id: score}}, best documents first.
     """
     run = {}
     for query_id, scores in zip(queries, score_queries(index, queries.values()), strict=True):
@@ -217,10 +214,10 @@ def read_bm25_weight(model_folder: AnyPath) -> float:
 
 
 def split_words(text: str) -> list[str]:
-    """Return the words of a text in lower case and of normal width, for BM25.
+    """Return the words of a text in lower case and of normal width, of two letters or more.
 
-    Words have two letters or more. Where a script has no blanks between words, all bigrams or
-    trigrams of characters stand for them, or the whole run if it is shorter.
+    Where a script has no blanks between words, all bigrams or trigrams of characters stand for
+    them, or the whole run if it is shorter.
     """
     words = []
     text = _WIDE_OR_NARROW.sub(lambda run: unicodedata.normalize("NFKC", run[0]), text)

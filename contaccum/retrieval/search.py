@@ -159,15 +159,12 @@ def build_index(
     """Index N embeddings of d dimensions.
 
     Args:
-        embeddings: an array (N, d), or a store. "Flat" copies nothing: an array must not change
-            as long as the index is used.
+        embeddings: an array (N, d), or a store. "Flat" copies nothing: the array must not change.
         factory: FAISS factory string. "Flat" is exact and runs on the GPUs of `find_gpus`, else
             on the CPU. "HNSW32", "IVF1024,Flat", "SQ8", "OPQ16_64,IVF256,PQ16" and others trade
             exactness for speed or memory, and run on the CPU.
         metric: "cos" or "dot"; None: the similarity of the store, "cos" for an array.
-        ids: N document ids; None: those of the store, or the row numbers of an array. Documents
-            with equal scores are ordered by id, descending, as by trec_eval; row numbers are
-            compared as numbers.
+        ids: N document ids; None: those of the store, or the row numbers of an array.
         parameters: FAISS search parameters, such as "nprobe=32" or "efSearch=128". Unless they have
             another ``nprobe``, one eighth of the lists of an inverted file is searched.
 
@@ -219,9 +216,8 @@ def open_index(
 ) -> DenseIndex:
     """Open the index of a store from a file, memory-mapped; if there is none, write it first.
 
-    FAISS does not check what it reads: never open a file from an untrusted source. The file
-    PATH.json beside the index records store, factory and metric. The arguments are those of
-    `build_index`; the factory is not "Flat".
+    FAISS does not check what it reads: never open a file from an untrusted source. PATH.json beside
+    it records store, factory and metric. For the arguments see `build_index`; "Flat" has no file.
 
     Raises:
         DataError: the file belongs to another store, factory or metric, or FAISS cannot read it.
@@ -233,8 +229,7 @@ def open_index(
     description_path = Path(f"{path}.json")
     description = {"fingerprint": store.fingerprint, "factory": factory, "metric": metric}
     if not path.exists():
-        # FAISS writes search parameters into the file, and they would stay in force when it is
-        # opened without parameters. So the index is built without them.
+        # Search parameters are left out: they would stay in force whenever the file is opened.
         faiss_index = build_index(store, factory, metric).faiss_index
         assert faiss_index is not None, "a Flat index has no file"
         # The description is written first: an index file without one would be refused.
