@@ -183,10 +183,7 @@ def _parse_arguments(argv: Sequence[str]) -> argparse.Namespace:
     parser = Parser(
         "search",
         "Search a store that contaccum encode wrote, for questions or for a file of queries.",
-        "index",
-        "index_parameters",
-        "similarity",
-        "query_max_length",
+        *("index", "index_parameters", "similarity", "query_max_length"),
         *ENCODING_OPTIONS,
         usage="contaccum search MODEL --store FOLDER [QUESTION ... | --queries PATH] [OPTIONS]",
     )

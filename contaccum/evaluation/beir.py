@@ -112,21 +112,17 @@ def _plan(
     batch_size: int = 32,  # it decides nothing
 ) -> dict[str, Any]:
     """Return the part of an evaluation's record that is known before the search."""
-    from contaccum.retrieval.encode import (
-        get_similarity,
-        model_fingerprint,
-        tokenisation_fingerprint,
-    )
+    from contaccum.retrieval import encode
 
     plan: dict[str, Any] = {
         "data": describe_data(dataset),
         "model": {
-            "fingerprint": model_fingerprint(model),
-            "similarity": get_similarity(model, similarity),
+            "fingerprint": encode.model_fingerprint(model),
+            "similarity": encode.get_similarity(model, similarity),
             "dimension": model.get_embedding_dimension(),
             "name": model_name,
         },
-        "tokenisation": tokenisation_fingerprint(model),
+        "tokenisation": encode.tokenisation_fingerprint(model),
         "search": {"k": max(k_values)},
         "precision": precision,
     }

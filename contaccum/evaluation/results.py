@@ -29,18 +29,7 @@ from contaccum.data.rows import (
     split_cells,
 )
 from contaccum.errors import DataError, quoted
-from contaccum.evaluation.metrics import (
-    BETTER,
-    MIN_CHANGED_GROUPS,
-    WORSE,
-    add_holm,
-    describe_difference,
-    describe_interval,
-    judge,
-    sign_flip_test,
-    sort_as_trec_eval,
-    warn_of_few_groups,
-)
+from contaccum.evaluation import metrics
 from contaccum.files import atomic_file, provenance, read_json
 from contaccum.redaction import redact
 
@@ -156,7 +145,7 @@ def trec_lines(run: Iterable[tuple[str, Mapping[str, float]]], tag: str) -> Iter
     """
     for query_id, hits in run:
         query_cell = _encode_id(query_id)
-        for rank, (document_id, score) in enumerate(sort_as_trec_eval(hits), start=1):
+        for rank, (document_id, score) in enumerate(metrics.sort_as_trec_eval(hits), start=1):
             document_cell = _encode_id(document_id)
             yield f"{query_cell} Q0 {document_cell} {rank} {score:.9g} {tag}\n"
 
@@ -355,13 +344,13 @@ def compare(
             "queries": len(our_scores),
             "ours": fmean(our_scores.values()),
             "earlier": fmean(their_scores.values()),
-            **sign_flip_test(our_scores, their_scores, groups[label]),
+            **metrics.sign_flip_test(our_scores, their_scores, groups[label]),
             "wins": sum(difference > _TIE for difference in differences),
             "ties": sum(abs(difference) <= _TIE for difference in differences),
             "losses": sum(difference < -_TIE for difference in differences),
         }
         rows.append(row)
-    add_holm(rows)
+    metrics.add_holm(rows)
     return {"metric": metric, "rows": rows}
 
 
@@ -373,21 +362,21 @@ def check_requirement(
     If too few groups have changed to tell (see `judge`), neither requirement is met. But a result
     that is equal on every query is not worse.
     """
-    word = judge(row)
+    word = metrics.judge(row)
     has_changed = row["wins"] + row["losses"] > 0
-    if has_changed and row["changed_groups"] < MIN_CHANGED_GROUPS:
+    if has_changed and row["changed_groups"] < metrics.MIN_CHANGED_GROUPS:
         is_met = False
         title = "CANNOT TELL"
     elif requirement == "better":
-        is_met = word == BETTER
+        is_met = word == metrics.BETTER
         title = "BETTER" if is_met else "NOT BETTER"
     else:
-        is_met = word != WORSE
+        is_met = word != metrics.WORSE
         title = "NOT WORSE" if is_met else "WORSE"
     queries = f"{row['queries']:,} queries"
     if row["groups"] < row["queries"]:
         queries += f" of {row['groups']:,} passages"
-    difference = describe_difference(
+    difference = metrics.describe_difference(
         metric, row["earlier"], row["ours"], f"{queries} of {row['data']}", row
     )
     return is_met, f"{title}: {difference}" + ("" if has_changed else "; no score has changed")
@@ -401,11 +390,11 @@ def comparison_table(comparison: Mapping[str, Any]) -> str:
     notes = []
     for row in comparison["rows"]:
         cells.append([row[name] for name in names])
-        cells[-1] += [f"{row['difference']:+.4f}", describe_interval(row, 4)]
+        cells[-1] += [f"{row['difference']:+.4f}", metrics.describe_interval(row, 4)]
         for p_value in (row["p_value"], row["p_holm"]):
             cells[-1].append("<0.001" if p_value < 0.001 else f"{p_value:.3f}")
         cells[-1] += [row[name] for name in counts]
-        for warning in warn_of_few_groups(f"the queries of {row['data']}", row["groups"]):
+        for warning in metrics.warn_of_few_groups(f"the queries of {row['data']}", row["groups"]):
             notes.append(f"- {warning}")
     notes.append(
         "- sign-flip test over groups of queries with the same relevant documents, two-sided; "

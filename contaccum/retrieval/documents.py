@@ -112,7 +112,8 @@ class StoreDocuments:
 
     def contains(self, ids: np.ndarray) -> np.ndarray:
         """Return for each of these hashes, int64 (k,), if a document has the text, bool (k,)."""
-        return np.isin(ids, self._text_ids)
+        indices, _ = self.match_text_ids(ids)
+        return np.isin(np.arange(len(ids)), indices)
 
     def get_embeddings(self, rows: Tensor) -> Tensor:
         """Return the embeddings of rows, int64 (k,), as float32 (k, d) on the same device."""

@@ -50,6 +50,7 @@ _REMEDY_FOR_FILE = "name another file, or remove it to build it anew"
 logger = logging.getLogger(__name__)
 
 
+@dataclass
 class FaissSearcher:
     """Exact searcher with the interface of BEIR's, for `EvaluateRetrieval`.
 
@@ -62,20 +63,12 @@ class FaissSearcher:
         num_gpus: number of GPUs of the last search.
     """
 
-    def __init__(
-        self,
-        model: SentenceTransformer,
-        batch_size: int = 32,
-        precision: str = "float32",
-        show_progress_bar: bool = True,
-        embeddings: Mapping[Kind, Embeddings] | None = None,
-    ) -> None:
-        self.model = model
-        self.batch_size = batch_size
-        self.precision = precision
-        self.show_progress_bar = show_progress_bar
-        self.embeddings = embeddings or {}
-        self.num_gpus = 0
+    model: SentenceTransformer
+    batch_size: int = 32
+    precision: str = "float32"
+    show_progress_bar: bool = True
+    embeddings: Mapping[Kind, Embeddings] | None = None
+    num_gpus: int = field(default=0, init=False)
 
     def search(
         self,
@@ -116,7 +109,7 @@ class FaissSearcher:
         return run
 
     def _encode(self, kind: Kind, texts: Sequence[str]) -> Embeddings:
-        if kind in self.embeddings:
+        if self.embeddings is not None and kind in self.embeddings:
             return self.embeddings[kind]
         return encode_texts(
             self.model, texts, kind, self.batch_size, self.precision, self.show_progress_bar
