@@ -83,10 +83,9 @@ def _answer(args: argparse.Namespace, store: EmbeddingStore) -> int:
         print(f"\n{question}")
         for rank, (document_id, score) in enumerate(best.items(), start=1):
             print(f"{rank}. {document_id}  {score:.3f}")
-            text = " ".join(passage_text(*passages.get(document_id, ("", ""))).split())
-            if text:
-                shortened = textwrap.shorten(text, _SHOWN_CHARACTERS, placeholder=" ...")
-                print(textwrap.indent(textwrap.fill(shortened, 100), "   "))
+            text = passage_text(*passages.get(document_id, ("", "")))
+            if text := textwrap.shorten(text, _SHOWN_CHARACTERS, placeholder=" ..."):
+                print(textwrap.indent(textwrap.fill(text, 100), "   "))
     return 0
 
 
@@ -169,11 +168,9 @@ def _write_run(args: argparse.Namespace, store: EmbeddingStore) -> int:
     }
     record_file = Path(f"{args.output}.json")
     write_json(record_file, record)
-    quality = "exact search"
+    quality = "exact search" if args.index == "Flat" else "recall not measured"
     if recall is not None:
         quality = f"recall against exact search: {recall}"
-    elif args.no_recall and args.index != "Flat":
-        quality = "recall not measured"
     print(f"{len(texts):,} queries over {len(store):,} rows in {seconds:,.1f} s; {quality}")
     print(f"written: {args.output}, and its record {record_file}")
     return 0

@@ -160,7 +160,7 @@ def merge_adapter(model: nn.Module) -> None:
                     base_layer.to(dtype)
                 backbone.set_submodule(name, base_layer)
         backbone.delete_adapter(list(backbone.peft_config))
-        # Private: with it, transformers would save the merged weights under names of an adapter's.
+        # Private: by this map, transformers would save the merged weights under wrong names.
         vars(backbone).pop("_weight_conversions", None)
         backbone.requires_grad_(True)
 

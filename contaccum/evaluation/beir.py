@@ -44,12 +44,10 @@ def describe_data(dataset: BeirDataset) -> dict[str, Any]:
         "judgements": sum(map(len, dataset.qrels.values())),
         "fingerprint": dataset.fingerprint,
     }
-    num_ignored = len(ignored_judgements(dataset.qrels))
-    if num_ignored > 0:
-        description["ignored_judgements"] = num_ignored
-    num_missing = len(dataset.list_missing_documents())
-    if num_missing > 0:
-        description["judgements_outside_corpus"] = num_missing
+    if ignored := ignored_judgements(dataset.qrels):
+        description["ignored_judgements"] = len(ignored)
+    if missing := dataset.list_missing_documents():
+        description["judgements_outside_corpus"] = len(missing)
     return description
 
 

@@ -75,8 +75,11 @@ def search_slices(
         scores, rows = faiss.knn(group, documents, num_results, faiss.METRIC_INNER_PRODUCT)
         heap.add_result(scores, rows + start)
 
-    threads_of_worker = num_threads // num_workers
-    workers = ThreadPoolExecutor(num_workers, "", faiss.omp_set_num_threads, (threads_of_worker,))
+    workers = ThreadPoolExecutor(
+        num_workers,
+        initializer=faiss.omp_set_num_threads,
+        initargs=(num_threads // num_workers,),
+    )
     progress = tqdm(
         total=num_rows, desc="Searching", unit=" rows", leave=False, disable=not show_progress
     )
