@@ -1,14 +1,16 @@
-"""Evaluate a retriever on BEIR by exact search, on GPUs if there are any.
+"""Evaluate a retriever on BEIR with FAISS, on GPUs if there are any.
 
     python eval/evaluate_beir.py runs/mine --data scifact nfcorpus --output runs/mine/beir
     python eval/evaluate_beir.py runs/mine --data beir --gpus 4 --output runs/mine/beir
+    python eval/evaluate_beir.py runs/mine --data scifact --index HNSW32 --gpus 0 --output cpu
 
 The program writes NAME.json and NAME.trec for each data set into the output folder, and tables of
 all sets as table.md and table.json. A set that has a result in this folder is skipped if model,
 data and settings are the same. So after an interruption, start the same command again.
 
-Each GPU encodes a part of the texts, and exact search runs on all GPUs. The record of a set
-contains the number of GPUs of its search.
+Each GPU encodes a part of the texts, and exact search (index "Flat") runs on all GPUs. With
+faiss-gpu, so do inverted files; all other indexes are built and searched on the CPU. The record of
+a set contains the number of GPUs of its search and, for an approximate index, its recall.
 """
 
 from __future__ import annotations
@@ -43,6 +45,8 @@ def parse_arguments() -> argparse.Namespace:
     add("--data", nargs="+", required=True, help="BEIR folders, names of public sets, or beir")
     add("--split", help="default: test, and dev for msmarco")
     add("--output", type=Path, required=True, help="a folder")
+    add("--index", default="Flat", help="FAISS factory string; Flat is exact")
+    add("--index_parameters", help="FAISS search parameters, such as nprobe=32")
     add("--gpus", type=int, help="number of GPUs; 0: use the CPU; default: all visible GPUs")
     add("--batch_size", type=int, default=32, help="texts per batch, on each GPU")
     add("--precision", choices=("float32", "bfloat16", "float16"), default="float32")
@@ -138,6 +142,8 @@ def main() -> None:
                 files[label],
                 get_k_values(metrics),
                 args.model,
+                index=args.index,
+                index_parameters=args.index_parameters,
                 batch_size=args.batch_size,
                 similarity=args.similarity,
                 precision=args.precision,

@@ -1,9 +1,9 @@
-"""Evaluate a retriever on a BEIR data set: encode, search, score.
+"""Evaluate a retriever on a BEIR data set: encode, search with FAISS, score.
 
     python scripts/evaluate.py runs/mine --data scifact --output runs/mine/scifact.json
 
 `contaccum evaluate --baseline` compares a result with an earlier one.
-To evaluate on several data sets, or on several GPUs, use eval/evaluate_beir.py.
+To evaluate on several data sets, or with FAISS on GPUs, use eval/evaluate_beir.py.
 """
 
 from __future__ import annotations
@@ -30,6 +30,7 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument("--data", required=True, help="a BEIR folder, or the name of a public set")
     parser.add_argument("--split", help="default: test, and dev for msmarco")
     parser.add_argument("--output", type=Path, default=Path("results.json"), help="a JSON file")
+    parser.add_argument("--index", default="Flat", help="FAISS factory string; Flat is exact")
     parser.add_argument("--batch_size", type=int, default=32, help="texts per batch")
     parser.add_argument("--device", help="such as cpu or cuda:1; default: a GPU if there is one")
     return parser.parse_args()
@@ -41,7 +42,13 @@ def main() -> None:
     data = load_data(args.data, args.split)
     model = DualEncoder.from_pretrained(args.model, device=args.device)
 
-    result = evaluate_beir(model, data, batch_size=args.batch_size, model_name=args.model)
+    result = evaluate_beir(
+        model,
+        data,
+        index=args.index,
+        batch_size=args.batch_size,
+        model_name=args.model,
+    )
     write_result(result, args.output)
     print(f"written: {args.output}, and its run beside it")
     for metric in PRINTED_METRICS:

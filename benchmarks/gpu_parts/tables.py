@@ -173,15 +173,17 @@ def list_query_side(result: Record) -> Rows:
 def list_search(result: Record) -> Rows:
     """Yield times and recall of each index."""
     sizes = result["sizes"]
-    times = ("first search", f"seconds for {sizes['queries']:,} queries")
+    times = ("building", "first search", f"seconds for {sizes['queries']:,} queries")
     yield f"index of {sizes['documents']:,} documents", *times, "queries/s", f"recall@{sizes['k']}"
     for name, case in result["cases"].items():
+        building = None if name.startswith("Flat") else format_number(case["build_seconds"])
         yield (
             name,
+            building,
             format_number(case["first_seconds"]),
             format_number(case["seconds"]["median"]),
             format_number(case["queries_per_second"]),
-            f"{case['recall']:.3f}",
+            None if case["recall"] is None else f"{case['recall']:.3f}",
         )
 
 

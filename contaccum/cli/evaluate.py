@@ -54,6 +54,8 @@ def run(argv: Sequence[str]) -> int:
         "k_values": k_values,
         "model_name": args.model,
         "show_progress": not args.no_progress,
+        "index": args.index,
+        "index_parameters": args.index_parameters,
         "batch_size": args.batch_size,
         "similarity": args.similarity,
         "precision": args.precision,
@@ -125,7 +127,7 @@ def _parse_arguments(argv: Sequence[str]) -> argparse.Namespace:
     parser = Parser(
         "evaluate",
         "Score a model or a run on BEIR data.",
-        *("similarity", "query_max_length"),
+        *("index", "index_parameters", "similarity", "query_max_length"),
         *ENCODING_OPTIONS,
         usage="contaccum evaluate (MODEL | --run RUN) --data SET ... [OPTIONS]",
     )

@@ -1,4 +1,7 @@
-"""BEIR evaluation: the data sets that a name stands for, and scores of a model or a run on one."""
+"""BEIR evaluation: the data sets that a name stands for, and the scores of a model or a run on one.
+
+Wrong settings are refused before the first text of a data set is encoded.
+"""
 
 from __future__ import annotations
 
@@ -74,28 +77,30 @@ def evaluate_beir(
     model_name: str | None = None,
     show_progress: bool = True,
     embeddings: Mapping[Kind, np.ndarray] | None = None,
-    similarity: str | None = None,
-    precision: str = "float32",
-    batch_size: int = 32,
+    **settings: Any,
 ) -> EvaluationResult:
     """Encode the corpus and the queries of a data set, search, and score.
 
     Args:
         k_values: cut-offs of the metrics. As many documents as the largest are retrieved.
         model_name: name of the model in the record.
-        similarity: "cos" or "dot"; None: the model's own.
-        embeddings, precision, batch_size: see `FaissSearcher`.
+        embeddings: see `FaissSearcher`.
+        settings: index, index_parameters, batch_size and precision of `FaissSearcher`; similarity,
+            "cos" or "dot" (the model's own, or cosine, if there is none).
 
     Raises:
-        ConfigError: the similarity is unknown.
+        ConfigError: a setting is out of range, or does not fit the model or the data.
     """
     from contaccum.retrieval.search import FaissSearcher
 
     warn_of_ignored_judgements(dataset.qrels, dataset.name)
-    plan = _plan(model, dataset, k_values, model_name, similarity, precision)
-    searcher = FaissSearcher(model, batch_size, precision, show_progress, embeddings)
+    plan = _plan(model, dataset, k_values, model_name, **settings)
+    similarity = settings.pop("similarity", None)
+    searcher = FaissSearcher(
+        model, show_progress_bar=show_progress, embeddings=embeddings, **settings
+    )
     run = searcher.search(dataset.corpus, dataset.queries, max(k_values), similarity)
-    plan["search"]["gpus"] = searcher.num_gpus
+    plan["search"].update(searcher.search_details)
     metrics, per_query = score_run(dataset.qrels, run, k_values)
     return EvaluationResult(metrics, per_query, run, **plan)
 
@@ -105,23 +110,29 @@ def _plan(
     dataset: BeirDataset,
     k_values: Sequence[int],
     model_name: str | None,
+    index: str = "Flat",
+    index_parameters: str | None = None,
     similarity: str | None = None,
     precision: str = "float32",
     batch_size: int = 32,  # it decides nothing
 ) -> dict[str, Any]:
-    """Return the part of an evaluation's record that is known before the search."""
+    """Check the settings of an evaluation, and return the part of its record that is known now."""
     from contaccum.retrieval import encode
+    from contaccum.retrieval.search import check_factory
 
+    dimension = model.get_embedding_dimension()
+    assert dimension is not None, "the model gives no embeddings of a fixed dimension"
+    _, index_parameters = check_factory(index, dimension, len(dataset.corpus), index_parameters)
     plan: dict[str, Any] = {
         "data": describe_data(dataset),
         "model": {
             "fingerprint": encode.model_fingerprint(model),
             "similarity": encode.get_similarity(model, similarity),
-            "dimension": model.get_embedding_dimension(),
+            "dimension": dimension,
             "name": model_name,
         },
         "tokenisation": encode.tokenisation_fingerprint(model),
-        "search": {"k": max(k_values)},
+        "search": {"index": index, "index_parameters": index_parameters, "k": max(k_values)},
         "precision": precision,
     }
     return {**plan, "identity": fingerprint(plan, list(k_values))}

@@ -59,7 +59,7 @@ class EvaluationResult:
         run: the run that was scored; it is written to the TREC file, not to the record.
         data: name, split, path, documents, queries, judgements, fingerprint.
         model: name, fingerprint, similarity, dimension.
-        search: k, and the number of gpus.
+        search: index, index_parameters, k, gpus; for an approximate index also its recall.
         tokenisation: `tokenisation_fingerprint` of the model; None for a run of another system.
         endpoint: comparison of the model with its embedding server; see `evaluate_endpoint`.
         identity: hash of everything that decides the metrics; None if it is not known.
@@ -263,7 +263,7 @@ def make_table(
     first = next(iter(records.values()))  # the values that are read are equal in all records
     return {
         **{name: first[name] for name in ("model", "tokenisation", "precision")},
-        "search": {"k": first["search"].get("k")},
+        "search": {name: first["search"].get(name) for name in ("index", "index_parameters", "k")},
         "shown": list(shown),
         "sets": rows,
         "mean": _mean_metrics(rows),

@@ -1,8 +1,9 @@
 """Search in embeddings: exact or with any FAISS index, and from texts behind BEIR's interface.
 
-"Flat" is exact and builds no index: `contaccum.retrieval.exact_search` searches the embeddings
-themselves. All other indexes are FAISS's, on the CPU. Scores are inner products; with the metric
-"cos", of L2-normalised copies. A document is named by its row.
+`build_index`, `open_index` and `search` work on embeddings, an array or a store of any size. "Flat"
+is exact and builds no index: `contaccum.retrieval.exact_search` searches the embeddings themselves.
+All other indexes are FAISS's, on the CPU or, with faiss-gpu, on GPUs. Scores are inner products;
+with the metric "cos", of L2-normalised copies. A document is named by its row.
 """
 
 from __future__ import annotations
@@ -39,6 +40,9 @@ from contaccum.retrieval.store import EmbeddingStore
 if TYPE_CHECKING:
     import faiss
 
+GetIds = Callable[[np.ndarray], Sequence[str] | np.ndarray]
+"""Function that returns the ids of some rows."""
+
 # Number of results that an exact search returns beyond the k best. If the documents at positions k
 # and k + 1 have equal scores, the ids decide which of them is among the k best.
 _NUM_EXTRA_RESULTS = 32
@@ -52,23 +56,27 @@ logger = logging.getLogger(__name__)
 
 @dataclass
 class FaissSearcher:
-    """Exact searcher with the interface of BEIR's, for `EvaluateRetrieval`.
+    """Searcher with the interface of BEIR's, for `EvaluateRetrieval`.
 
     Args:
         model: a SentenceTransformer, which encodes the corpus and the queries on its device.
         batch_size, precision: see `encode_texts`.
+        index, index_parameters: FAISS factory string and search parameters; see `build_index`.
         embeddings: embeddings (n, d) of all queries, or of all documents, in place of the model's.
 
     Attributes:
-        num_gpus: number of GPUs of the last search.
+        search_details: the number of ``gpus`` of the last search and, for an approximate index, the
+            ``recall`` (see `recall_against_exact`).
     """
 
     model: SentenceTransformer
     batch_size: int = 32
+    index: str = "Flat"
+    index_parameters: str | None = None
     precision: str = "float32"
     show_progress_bar: bool = True
     embeddings: Mapping[Kind, Embeddings] | None = None
-    num_gpus: int = field(default=0, init=False)
+    search_details: dict[str, int | dict[str, float]] = field(default_factory=dict, init=False)
 
     def search(
         self,
@@ -92,16 +100,23 @@ class FaissSearcher:
             {query id: {document id: score}}, best documents first.
 
         Raises:
-            ConfigError: the score function is unknown.
+            ConfigError: the score function is unknown, or the index cannot be built.
         """
         metric = get_similarity(self.model, score_function)
         query_embeddings = self._encode("query", list(queries.values()))
         assert isinstance(query_embeddings, np.ndarray)  # only documents may be those of a store
+        # Before the documents are encoded, which may take hours.
+        check_factory(self.index, query_embeddings.shape[1], len(corpus), self.index_parameters)
         document_embeddings = self._encode("document", get_passage_texts(corpus))
-        index = build_index(document_embeddings, metric=metric, ids=list(corpus))
+        index = build_index(
+            document_embeddings, self.index, metric, list(corpus), self.index_parameters
+        )
         # One more than top_k, because the document with the query's id is dropped.
         scores, rows = search(index, query_embeddings, top_k + 1, self.show_progress_bar)
-        self.num_gpus = len(index.gpus)
+        self.search_details = {"gpus": len(index.gpus)}
+        recall = recall_against_exact(index, query_embeddings, rows[:, :top_k])
+        if recall is not None:
+            self.search_details["recall"] = recall
         run = {}
         for query_id, hits in zip(queries, list_hits(index, scores, rows), strict=True):
             hits.pop(query_id, None)
@@ -128,18 +143,18 @@ class DenseIndex:
         ids: function that returns the ids of some rows.
         factory, metric, parameters: see `build_index`.
         faiss_index: the FAISS index; None for "Flat", which searches the embeddings themselves.
-        gpus: devices of a "Flat" index, each of which searches a part; none: the CPU searches. What
-            is copied to them stays there while the index lives.
+        gpus: devices that search with torch, or with copies of the FAISS index; if there are none,
+            FAISS searches on the CPU. What is copied to them stays there while the index lives.
     """
 
     corpus: Embeddings
-    ids: Callable[[np.ndarray], Sequence[str] | np.ndarray]
+    ids: GetIds
     factory: str
     metric: Similarity
     parameters: str | None
     faiss_index: faiss.Index | None = None
     gpus: Sequence[torch.device] = ()
-    _on_gpus: list[DeviceEmbeddings] = field(default_factory=list, init=False, repr=False)
+    _on_gpus: Any = field(default=None, init=False, repr=False)
 
 
 def build_index(
@@ -155,7 +170,8 @@ def build_index(
         embeddings: an array (N, d), or a store. "Flat" copies nothing: the array must not change.
         factory: FAISS factory string. "Flat" is exact and runs on the GPUs of `find_gpus`, else
             on the CPU. "HNSW32", "IVF1024,Flat", "SQ8", "OPQ16_64,IVF256,PQ16" and others trade
-            exactness for speed or memory, and run on the CPU.
+            exactness for speed or memory. With faiss-gpu, inverted files with flat vectors, PQ or
+            SQ are built on the first GPU and searched on all of them; others run on the CPU.
         metric: "cos" or "dot"; None: the similarity of the store, "cos" for an array.
         ids: N document ids; None: those of the store, or the row numbers of an array.
         parameters: FAISS search parameters, such as "nprobe=32" or "efSearch=128". Unless they have
@@ -165,32 +181,54 @@ def build_index(
         ConfigError: see `check_factory`.
         UserError: an embedding holds NaN or infinity ("Flat" raises it during the search).
     """
+    import faiss
+
     num_rows, dimension = embeddings.shape
     metric = metric or getattr(embeddings, "similarity", None) or "cos"
     index, parameters = check_factory(factory, dimension, num_rows, parameters)
-    get_ids: Callable[[np.ndarray], Any] = np.asarray  # row numbers
+    get_ids: GetIds = np.asarray  # row numbers
     if ids is not None:
         get_ids = np.array(ids, dtype=object).__getitem__
     elif isinstance(embeddings, EmbeddingStore):
         get_ids = embeddings.ids
     if factory == "Flat":
         return DenseIndex(embeddings, get_ids, factory, metric, parameters, gpus=find_gpus())
-    try:
-        if not index.is_trained:
-            # Each inverted list has one centroid.
-            num_points = _TRAINING_POINTS_PER_CENTROID * _count_inverted_lists(index)
-            num_points = min(max(num_points, _MIN_TRAINING_POINTS), num_rows)
-            sample = np.random.default_rng(0).choice(num_rows, num_points, replace=False)
-            vectors = embeddings[np.sort(sample)]  # a store reads ascending rows fastest
-            index.train(prepare_vectors(vectors, metric, "embedding of the training sample"))
-        for _, documents in list_slices(embeddings, metric):
-            index.add(documents)
-    except RuntimeError as error:
-        raise ConfigError(
-            f"FAISS cannot build index {factory!r} on {num_rows} vectors: {_get_reason(error)} "
-            "(choose fewer lists or smaller codes, or 'Flat')"
-        ) from error
-    return DenseIndex(embeddings, get_ids, factory, metric, parameters, index)
+    gpus = _find_gpus_of_faiss(index)
+    if gpus:
+        try:
+            # A GPU refuses an index that searches more than 2,048 lists, while it is built too.
+            faiss.extract_index_ivf(index).nprobe = 1
+            index_on_gpu = _copy_to_gpus(index, gpus[:1])
+            _fill(index_on_gpu, embeddings, metric, _count_inverted_lists(index))
+            index = faiss.index_gpu_to_cpu(index_on_gpu)
+        except RuntimeError as error:
+            reason = _get_reason(error)
+            logger.warning(f"index {factory!r}: built on the CPU, not a GPU: {reason}")
+            gpus = []
+    if not gpus:
+        try:
+            _fill(index, embeddings, metric, _count_inverted_lists(index))
+        except RuntimeError as error:
+            raise ConfigError(
+                f"FAISS cannot build index {factory!r} on {num_rows} vectors: {_get_reason(error)} "
+                "(choose fewer lists or smaller codes, or 'Flat')"
+            ) from error
+    _set_parameters(index, factory, parameters)
+    return DenseIndex(embeddings, get_ids, factory, metric, parameters, index, gpus)
+
+
+def _fill(index: faiss.Index, embeddings: Embeddings, metric: Similarity, num_lists: int) -> None:
+    """Train a FAISS index of some inverted lists with a sample of the embeddings, and add all."""
+    num_rows = len(embeddings)
+    if not index.is_trained:
+        # Each inverted list has one centroid.
+        num_points = max(_TRAINING_POINTS_PER_CENTROID * num_lists, _MIN_TRAINING_POINTS)
+        num_points = min(num_points, num_rows)
+        sample = np.random.default_rng(0).choice(num_rows, num_points, replace=False)
+        vectors = embeddings[np.sort(sample)]  # a store reads ascending rows fastest
+        index.train(prepare_vectors(vectors, metric, "embedding of the training sample"))
+    for _, documents in list_slices(embeddings, metric):
+        index.add(documents)
 
 
 def find_gpus() -> list[torch.device]:
@@ -200,6 +238,32 @@ def find_gpus() -> list[torch.device]:
     return [torch.device("cuda", number) for number in range(torch.cuda.device_count())]
 
 
+def _find_gpus_of_faiss(index: faiss.Index) -> list[torch.device]:
+    """Return the GPUs for an index; none with faiss-cpu."""
+    import faiss
+
+    inverted_file = faiss.try_extract_index_ivf(index)
+    if faiss.get_num_gpus() == 0 or inverted_file is None:
+        return []
+    # FAISS copies an index of a subclass, too, but without what the subclass adds.
+    types = (faiss.IndexIVFFlat, faiss.IndexIVFPQ, faiss.IndexIVFScalarQuantizer)
+    return find_gpus() if type(faiss.downcast_index(inverted_file)) in types else []
+
+
+def _copy_to_gpus(index: faiss.Index, gpus: Sequence[torch.device]) -> faiss.Index:
+    """Copy the whole index to each GPU, which searches a part of the queries; or RuntimeError."""
+    import faiss
+
+    options = faiss.GpuMultipleClonerOptions()
+    numbers = [gpu.index for gpu in gpus]
+    try:
+        return faiss.index_cpu_to_gpus_list(index, options, numbers)
+    except RuntimeError:
+        # The lookup tables of PQ with more than 48 bytes fit into a GPU's shared memory in float16.
+        options.useFloat16 = True
+        return faiss.index_cpu_to_gpus_list(index, options, numbers)
+
+
 def open_index(
     path: AnyPath,
     store: EmbeddingStore,
@@ -207,7 +271,7 @@ def open_index(
     metric: Similarity | None = None,
     parameters: str | None = None,
 ) -> DenseIndex:
-    """Open the index of a store from a file, memory-mapped; if there is none, write it first.
+    """Open the index of a store from a file, memory-mapped; without a file, build and write it.
 
     FAISS does not check what it reads: never open a file from an untrusted source. PATH.json beside
     it records store, factory and metric. For the arguments see `build_index`; "Flat" has no file.
@@ -233,7 +297,9 @@ def open_index(
             writer = faiss.PyCallbackIOWriter(file.write)  # type: ignore[attr-defined]  # in C++
             faiss.write_index(faiss_index, writer)
     stored = read_json(description_path)
-    if changes := work.list_changes({name: stored.get(name) for name in description}, description):
+    stored_description = {name: stored.get(name) for name in description}
+    changes = work.list_changes(stored_description, description)
+    if changes:
         raise DataError(f"{path}: is an index of another {', '.join(changes)} ({_REMEDY_FOR_FILE})")
     try:
         faiss_index = faiss.read_index(str(path), faiss.IO_FLAG_MMAP_IFC)
@@ -242,7 +308,8 @@ def open_index(
             f"{path}: cannot be read: {_get_reason(error)} ({_REMEDY_FOR_FILE})"
         ) from error
     parameters = _set_parameters(faiss_index, factory, parameters)
-    return DenseIndex(store, store.ids, factory, metric, parameters, faiss_index)
+    gpus = _find_gpus_of_faiss(faiss_index)
+    return DenseIndex(store, store.ids, factory, metric, parameters, faiss_index, gpus)
 
 
 def search(
@@ -268,35 +335,44 @@ def search(
         )
     k = min(k, num_documents)
     queries = prepare_vectors(queries, index.metric, "query embedding")
+    num_results = k
     if index.faiss_index is None:
         num_results = min(k + _NUM_EXTRA_RESULTS, num_documents)
-        scores, rows = _search_exactly(index, queries, num_results, show_progress)
-    else:
-        scores, rows = index.faiss_index.search(queries, k)
-        scores[rows < 0] = -np.inf
+    found = None
+    if index.gpus and len(queries) > 0:
+        try:
+            found = _search_on_gpus(index, queries, num_results)
+        except RuntimeError as error:  # no memory, or a limit of FAISS, such as k above 2,048
+            reason = _get_reason(error)
+            logger.warning(f"index {index.factory!r}: searched on the CPU, not a GPU: {reason}")
+            index.gpus = ()
+            index._on_gpus = None
+    if found is None and index.faiss_index is not None:
+        found = index.faiss_index.search(queries, num_results)
+    elif found is None:
+        found = search_slices(index.corpus, queries, num_results, index.metric, show_progress)
+    scores, rows = found
+    scores[rows < 0] = -np.inf
     _order_ties_by_id(index, scores, rows)
     return scores[:, :k], rows[:, :k]
 
 
-def _search_exactly(
-    index: DenseIndex, queries: np.ndarray, k: int, show_progress: bool
+def _search_on_gpus(
+    index: DenseIndex, queries: np.ndarray, k: int
 ) -> tuple[np.ndarray, np.ndarray]:
-    """Search the embeddings themselves, on the GPUs if their memory is sufficient."""
-    if index.gpus and len(queries) > 0:
-        if not index._on_gpus:
-            bounds = np.linspace(0, len(index.corpus), len(index.gpus) + 1, dtype=int).tolist()
-            index._on_gpus = [
-                DeviceEmbeddings(index.corpus, gpu, first_row, end_row)
-                for gpu, first_row, end_row in zip(index.gpus, bounds, bounds[1:], strict=False)
-            ]
-        try:
-            return search_on_devices(index._on_gpus, queries, k, index.metric)
-        except RuntimeError as error:  # of torch or of its libraries
-            reason = _get_reason(error)
-            logger.warning(f"index {index.factory!r}: searched on the CPU, not a GPU: {reason}")
-            index.gpus = ()
-            index._on_gpus = []
-    return search_slices(index.corpus, queries, k, index.metric, show_progress)
+    """Search on the GPUs of an index, which keep what is copied to them."""
+    if index.faiss_index is not None:
+        if index._on_gpus is None:
+            index._on_gpus = _copy_to_gpus(index.faiss_index, index.gpus)
+        return index._on_gpus.search(queries, k)
+    if index._on_gpus is None:  # one part for each GPU
+        num_gpus = len(index.gpus)
+        bounds = [len(index.corpus) * number // num_gpus for number in range(num_gpus + 1)]
+        index._on_gpus = [
+            DeviceEmbeddings(index.corpus, gpu, first_row, end_row)
+            for gpu, first_row, end_row in zip(index.gpus, bounds, bounds[1:], strict=False)
+        ]
+    return search_on_devices(index._on_gpus, queries, k, index.metric)
 
 
 def _order_ties_by_id(index: DenseIndex, scores: np.ndarray, rows: np.ndarray) -> None:
@@ -339,14 +415,14 @@ def recall_against_exact(
     """
     if index.faiss_index is None or len(queries) == 0:
         return None
+    k = rows.shape[1]
     sample = np.unique(np.linspace(0, len(queries) - 1, 100).astype(np.int64))
     exact_index = build_index(index.corpus, metric=index.metric)
-    _, exact_rows = search(exact_index, queries[sample], rows.shape[1], show_progress)
-    recalls = [
-        np.isin(exact_line, line).mean()
-        for exact_line, line in zip(exact_rows, rows[sample], strict=True)
-    ]
-    return {"queries": len(sample), f"recall@{rows.shape[1]}": float(np.mean(recalls))}
+    _, exact_rows = search(exact_index, queries[sample], k, show_progress)
+    recalls = []
+    for exact_line, line in zip(exact_rows, rows[sample], strict=True):
+        recalls.append(np.isin(exact_line, line).mean())
+    return {"queries": len(sample), f"recall@{k}": float(np.mean(recalls))}
 
 
 def check_factory(
@@ -358,7 +434,7 @@ def check_factory(
 
     Raises:
         ConfigError: FAISS does not accept the factory or the parameters, the factory does not
-            work with that dimension or inner products, or has more inverted lists than rows.
+            work with that dimension or inner products, or there are fewer rows than inverted lists.
     """
     import faiss
 
@@ -372,8 +448,8 @@ def check_factory(
     num_lists = _count_inverted_lists(index)
     if num_rows < num_lists:
         raise ConfigError(
-            f"index {factory!r} needs {num_lists} vectors to train, the corpus has {num_rows}; "
-            "use 'Flat'"
+            f"index {factory!r} needs {num_lists} vectors to train, the corpus has {num_rows}; use "
+            "'Flat'"
         )
     return index, _set_parameters(index, factory, parameters)
 

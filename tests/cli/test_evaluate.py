@@ -68,7 +68,7 @@ def test_record_describes_data_model_and_search(evaluate, two, tmp_path, tiny_mo
         "fingerprint": fingerprint,
     }
     assert len(record["tokenisation"]) == 64
-    assert record["search"] == {"k": 1000, "gpus": 0}
+    assert record["search"] == {"index": "Flat", "index_parameters": None, "k": 1000, "gpus": 0}
     assert record["precision"] == "bfloat16"
     assert record["versions"] == package_versions()
     assert set(record["per_query"]) == set(data.qrels)
@@ -96,6 +96,7 @@ def test_results_are_kept_unless_something_changed_or_is_damaged(
     assert count_kept_results() == 1
     for changed in (
         ["--passage_max_length", "9"],
+        ["--index", "IVF2,Flat"],
         ["--metrics", "NDCG@7"],
     ):
         assert count_kept_results(*changed) == 0

@@ -132,7 +132,7 @@ def test_a_run_has_the_largest_inner_products_of_all_pairs(model, places, simila
         assert list(hits.values()) == pytest.approx(scores[best_rows].tolist(), abs=1e-5)
     assert result.model["similarity"] == similarity
     assert result.model["dimension"] == queries.shape[1]
-    assert result.search == {"k": 5, "gpus": 0}
+    assert result.search == {"index": "Flat", "index_parameters": None, "k": 5, "gpus": 0}
 
 
 def test_missing_queries_count_as_zero_and_own_documents_are_ignored(model, places):
@@ -147,10 +147,17 @@ def test_missing_queries_count_as_zero_and_own_documents_are_ignored(model, plac
     assert result_of_one_query.metrics["P@5"] == pytest.approx(expected)
 
 
-def test_a_wrong_similarity_is_refused_before_anything_is_encoded(model, places):
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({"index": "IVF64,Flat"}, "64"),
+        ({"similarity": "euclidean"}, "euclidean"),
+    ],
+)
+def test_wrong_settings_are_refused_before_anything_is_encoded(model, places, settings, message):
     model.encode = None
-    with pytest.raises(ConfigError, match="euclidean"):
-        evaluate_beir(model, places, similarity="euclidean")
+    with pytest.raises(ConfigError, match=message):
+        evaluate_beir(model, places, **settings)
 
 
 @pytest.mark.long

@@ -67,6 +67,15 @@ def test_texts_are_sent_in_batches_and_answers_are_sorted_by_index(server, end):
     assert set(server.authorizations) == {f"Bearer {KEY}"}
 
 
+@pytest.mark.parametrize("status", [401, 500])
+def test_no_error_contains_the_key(server, status):
+    """The server repeats the key in its answers."""
+    server.statuses = [status] * 2
+    with pytest.raises(UserError, match=str(status)) as caught:
+        embed_texts(server.url)
+    assert KEY not in str(caught.value)
+
+
 def test_a_redirect_to_another_server_does_not_pass_on_the_key(server):
     with run_server(embed_lengths) as other_server:
         server.statuses = [307]

@@ -2,7 +2,9 @@
 
 import json
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import faiss
@@ -11,6 +13,7 @@ import pytest
 import torch
 
 from contaccum.errors import ConfigError, DataError, UserError
+from contaccum.retrieval import search as search_module
 from contaccum.retrieval.search import (
     DenseIndex,
     build_index,
@@ -197,6 +200,107 @@ def test_impossible_index_settings_are_refused(factory, parameters, message):
 @pytest.fixture
 def store(tmp_path) -> EmbeddingStore:
     return write_store(tmp_path / "store", make_vectors(600), 250, similarity="cos")
+
+
+class IndexOnFakeGpus:
+    """A FAISS index on the CPU that records its work, and has limits as those of GPUs."""
+
+    def __init__(self, work: list, index, options, gpus) -> None:
+        self.work = work
+        self.index = faiss.clone_index(index)
+        self.gpus = gpus
+        if isinstance(index, faiss.IndexRefine):
+            raise RuntimeError("This index type is not implemented on GPU.")
+        inverted_file = faiss.downcast_index(faiss.extract_index_ivf(index))
+        if inverted_file.nprobe > 12:
+            raise RuntimeError("GPU IVF index only supports nprobe selection up to 12")
+        is_long_code = isinstance(inverted_file, faiss.IndexIVFPQ) and inverted_file.pq.M > 8
+        if is_long_code and not options.useFloat16:
+            raise RuntimeError("Consider useFloat16LookupTables")
+
+    @property
+    def is_trained(self) -> bool:
+        return self.index.is_trained
+
+    def train(self, vectors) -> None:
+        self.work.append(("train", self.gpus))
+        self.index.train(vectors)
+
+    def add(self, vectors) -> None:
+        self.work.append(("add", self.gpus))
+        self.index.add(vectors)
+
+    def search(self, queries, k):
+        if k > 100:
+            raise RuntimeError("GPU index only supports min/max-K selection up to 100")
+        self.work.append(("search", self.gpus))
+        return self.index.search(queries, k)
+
+
+@pytest.fixture
+def add_gpus(monkeypatch) -> Callable[[], list]:
+    """Return a function that gives FAISS two fake GPUs, and returns the list of their work."""
+
+    def add() -> list:
+        work: list = []
+        gpus = [torch.device("cuda", number) for number in (0, 1)]
+        options = partial(SimpleNamespace, useFloat16=False)
+        monkeypatch.setattr(search_module, "find_gpus", lambda: gpus)
+        for name, value in {
+            "get_num_gpus": lambda: 2,
+            "GpuMultipleClonerOptions": options,
+            "index_cpu_to_gpus_list": partial(IndexOnFakeGpus, work),
+            "index_gpu_to_cpu": lambda index: index.index,
+        }.items():
+            monkeypatch.setattr(faiss, name, value, raising=False)
+        return work
+
+    return add
+
+
+@pytest.mark.parametrize("factory", ["PCA8,IVF16,Flat", "IVF16,SQ8", "IVF4,PQ16np"])
+def test_gpus_build_and_search_an_inverted_file_as_the_cpu_does(store, tmp_path, factory, add_gpus):
+    """The file has the same bytes, and is searched on the GPUs when it is opened again."""
+    queries = make_vectors(9, seed=1)
+    index = open_index(tmp_path / "cpu.faiss", store, factory, parameters="nprobe=3")
+    expected_scores, expected_rows = search(index, queries, 20)
+    work = add_gpus()
+    for _ in range(2):
+        index = open_index(tmp_path / "gpu.faiss", store, factory, parameters="nprobe=3")
+        for _ in range(2):
+            scores, rows = search(index, queries, 20)
+            np.testing.assert_array_equal(scores, expected_scores)
+            np.testing.assert_array_equal(rows, expected_rows)
+        assert len(index.gpus) == 2
+    assert (tmp_path / "gpu.faiss").read_bytes() == (tmp_path / "cpu.faiss").read_bytes()
+    shards = 3 * [("add", [0])]
+    assert work == [("train", [0]), *shards, *4 * [("search", [0, 1])]]
+
+
+@pytest.mark.parametrize(
+    ("factory", "parameters", "k", "gpu_work", "warning"),
+    [
+        ("HNSW8", None, 20, [], ""),
+        ("IVF16,FlatDedup", None, 20, [], ""),  # on a GPU it would be an IVF16,Flat
+        ("IVF8,Flat,RFlat", None, 20, [], "built on the CPU, not a GPU: This index type"),
+        ("IVF16,Flat", "nprobe=13", 20, ["train", "add"], "searched on the CPU, not a GPU"),
+        ("IVF16,Flat", None, 101, ["train", "add"], "searched on the CPU, not a GPU"),
+    ],
+)
+def test_the_cpu_does_what_gpus_cannot(factory, parameters, k, gpu_work, warning, add_gpus, caplog):
+    documents = make_vectors(600)
+    queries = make_vectors(9, seed=1)
+    index = build_index(documents, factory, parameters=parameters)
+    expected_scores, expected_rows = search(index, queries, k)
+    work = add_gpus()
+    index = build_index(documents, factory, parameters=parameters)
+    scores, rows = search(index, queries, k)
+    np.testing.assert_array_equal(scores, expected_scores)
+    np.testing.assert_array_equal(rows, expected_rows)
+    assert list(index.gpus) == []
+    assert [name for name, _ in work] == gpu_work
+    assert warning in caplog.text
+    assert bool(warning) == bool(caplog.text)
 
 
 @pytest.mark.parametrize("factory", ["HNSW8", "IVF16,Flat", "IVF4,PQ4x4", "SQ8", "IVF8,Flat,RFlat"])
