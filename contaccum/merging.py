@@ -1,8 +1,7 @@
 """Linear merge of a base model and the model that was trained from it, at a chosen weight.
 
 Sources: WiSE-FT (arXiv 2109.01903) and LM-Cocktail (arXiv 2311.13534). `SentenceTransformer.merge`
-has other methods. It is not used here, because it needs mergekit, and refuses a base with one tower
-whose trained model has two, as after query-side training.
+needs mergekit, and refuses a base with one tower whose trained model has two.
 """
 
 from __future__ import annotations
@@ -23,13 +22,12 @@ from contaccum.errors import ConfigError
 def merge_models(base: DualEncoder, trained: DualEncoder, weight: float) -> DualEncoder:
     """Return the model with the tensors (1 - weight) * base + weight * trained.
 
-    They are computed in float32 at least, and have the dtype of ``trained``. Integers, prompts,
-    maximum lengths and the tokenizer are those of ``trained``. The models are not changed: a model
-    with an adapter is copied, and the adapter merged in the copy. The weight 0 returns ``base``
-    itself, 1 returns ``trained`` itself (or its copy).
+    They are computed in float32 at least. All else is that of ``trained``. The models are not
+    changed: a model with an adapter is copied, and the adapter merged in the copy. The weight 0
+    returns ``base`` itself, 1 returns ``trained`` itself (or its copy).
 
     Raises:
-        ConfigError: if the models have different architectures.
+        ConfigError: the models have different architectures.
     """
     base = _merge_adapters(base)
     trained = _merge_adapters(trained)

@@ -25,7 +25,7 @@ from small_data import (
 from transformers import BertForMaskedLM, BertForSequenceClassification
 
 from contaccum import DualEncoder
-from contaccum.data import load_training_data
+from contaccum.data import load_training_data, passage_text
 from contaccum.errors import ConfigError, DataError, UserError
 from contaccum.mining import (
     MinedNegatives,
@@ -150,10 +150,10 @@ def test_negatives_are_the_best_passages_that_are_not_excluded(
     data = load_mining_data(beir)
     mined = mine(model, data, similarity=similarity, num_negatives=4)
     is_cosine = similarity == "cos"
-    passages = [{"title": passage.title, "text": passage.text} for passage in data.documents]
+    passages = [passage_text(passage.title, passage.text) for passage in data.documents]
     texts = [query.text for query in data.queries]
-    query_embeddings = model.encode_queries(texts, normalize_embeddings=is_cosine)
-    passage_embeddings = model.encode_corpus(passages, normalize_embeddings=is_cosine)
+    query_embeddings = model.encode_query(texts, normalize_embeddings=is_cosine)
+    passage_embeddings = model.encode_document(passages, normalize_embeddings=is_cosine)
     all_scores = query_embeddings @ passage_embeddings.T
     for number, (query, scores) in enumerate(zip(data.queries, all_scores, strict=True)):
         order = [row for row in np.argsort(-scores) if row not in query.excluded]

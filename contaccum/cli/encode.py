@@ -1,8 +1,7 @@
 """`contaccum encode MODEL --corpus PATH --output FOLDER`: encode a corpus into an embedding store.
 
-The corpus is read and encoded shard by shard, so it may be of any size. Under torchrun or
-`accelerate launch`, each of N processes encodes every N-th shard. The processes synchronise once,
-at the start.
+Under torchrun or `accelerate launch`, each of N processes encodes every N-th shard. The processes
+synchronise once, at the start.
 """
 
 from __future__ import annotations
@@ -41,9 +40,8 @@ def run(argv: Sequence[str]) -> int:
     from contaccum.distributed import RANK_TIMEOUT
     from contaccum.retrieval.encode import CorpusEncoder
 
-    # Join the process group of torchrun or `accelerate launch`. Without --device, each rank on a
-    # machine has a GPU of its own, or all ranks use the CPU. Without cpu=True on a machine without
-    # accelerator, PartialState would report a single process for all ranks.
+    # Without --device, each rank on a machine has a GPU of its own, or all ranks use the CPU, where
+    # PartialState without cpu=True would report a single process for all ranks.
     use_cpu = args.device == "cpu" or not torch.accelerator.is_available()
     state = PartialState(cpu=use_cpu, timeout=RANK_TIMEOUT)
     args.device = args.device or str(state.device)

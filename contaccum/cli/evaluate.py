@@ -1,15 +1,12 @@
 """`contaccum evaluate MODEL --data SET ...`: score a model or a run on retrieval data sets.
 
-A run is a list of retrieved documents with scores for each query. A record is a JSON file with
-metrics, model, data and settings. With ``--output out.json``, these files are written:
+A record is a JSON file with metrics, model, data and settings. With ``--output out.json``, these
+files are written:
 
 - for one data set its record, out.json, and its run, out.trec;
 - for several data sets out.NAME.json and out.NAME.trec each, and in out.json a table of all sets;
 - the table as Markdown, out.md;
-- with ``--baseline``, comparisons with earlier results, out.compare.json.
-
-With ``--endpoint``, an embedding server encodes the texts. The record and the tables then also
-have the comparison of the server with MODEL.
+- with ``--baseline``, the comparison with an earlier result, out.compare.json.
 """
 
 from __future__ import annotations
@@ -32,9 +29,6 @@ def run(argv: Sequence[str]) -> int:
 
     Returns:
         Exit code 0, or 1 if the result does not meet ``--require``.
-
-    Raises:
-        UserError: if the arguments, the data, the model or the run cannot be used.
     """
     args = _parse_arguments(argv)
     shown_metrics = metrics.check_metrics(args.metrics)
@@ -52,8 +46,9 @@ def run(argv: Sequence[str]) -> int:
     if len(sources) > 1:
         for label in sources:
             files[label] = args.output.with_suffix(f".{label.replace('/', '-')}.json")
-    # Earlier results are read first, because this evaluation may replace their files.
-    earlier_scores = {path: results.read_previous(path, main_metric) for path in args.baseline}
+    earlier = {}
+    if args.baseline is not None:  # read first, because this evaluation may replace its file
+        earlier = results.read_previous(args.baseline, main_metric)
     model: Any = None
     settings = {
         "k_values": k_values,
@@ -66,41 +61,37 @@ def run(argv: Sequence[str]) -> int:
         "precision": args.precision,
     }
     records = {}  # {label of a set: its record, without the scores of each query}
-    scores = {}  # {label: {query id: score}}
+    ours: dict[str, Any] = {}  # {label: {query id: score}}
+    theirs: dict[str, Any] = {}  # the same of the baseline
     groups = {}  # {label: {query id: its group}}
     for label, source in sources.items():
         dataset = beir.load_data(source, args.split, args.on_bad_record)
-        # Sets are matched by the fingerprints of their data, and not by their names.
-        for path, earlier in earlier_scores.items():
-            if dataset.fingerprint not in earlier:
+        if args.baseline is not None:
+            # Sets are matched by the fingerprints of their data, and not by their names.
+            theirs[label] = earlier.get(dataset.fingerprint, {})
+            if theirs[label].keys() != dataset.qrels.keys():
                 raise DataError(
-                    f"--baseline {path}: is on other data than {label} (name a result on the same "
-                    "data)"
+                    f"--baseline {args.baseline}: is on other data or queries than {label} (name a "
+                    "result on the same data, or evaluate again)"
                 )
-            if earlier[dataset.fingerprint].keys() != dataset.qrels.keys():
-                raise DataError(
-                    f"--baseline {path}: lacks scores of queries of {label}, or has others; "
-                    "evaluate again"
-                )
+            groups[label] = group_queries(dataset)
+        if args.model is not None:
+            model = model or load_model(args.model, args)
         if args.run is not None:
             trec_run = results.read_trec_run(args.run, args.on_bad_record)
             result = beir.score_beir_run(dataset, trec_run, k_values, str(args.run))
             record = results.write_result(result, files[label])
+        elif args.endpoint is None:
+            record = beir.evaluate_once(model, dataset, files[label], **settings)
         else:
-            model = model or load_model(args.model, args)
-            if args.endpoint is None:
-                record = beir.evaluate_once(model, dataset, files[label], **settings)
-            else:
-                from contaccum.evaluation.endpoint import evaluate_endpoint
+            from contaccum.evaluation.endpoint import evaluate_endpoint
 
-                servers = (args.endpoint, args.query_endpoint, args.served_model)
-                result = evaluate_endpoint(model, dataset, *servers, **settings)
-                record = results.write_result(result, files[label])
+            servers = (args.endpoint, args.query_endpoint, args.served_model)
+            result = evaluate_endpoint(model, dataset, *servers, **settings)
+            record = results.write_result(result, files[label])
         per_query = record.pop("per_query")
-        scores[label] = {query: values[main_metric] for query, values in per_query.items()}
+        ours[label] = {query: values[main_metric] for query, values in per_query.items()}
         records[label] = record
-        if args.baseline:
-            groups[label] = group_queries(dataset)
 
     table = results.make_table(files, records, shown_metrics)
     if len(sources) > 1:
@@ -112,56 +103,41 @@ def run(argv: Sequence[str]) -> int:
 
             title = f"## {label}: the embedding server and the model"
             sections.append(f"{title}\n\n{endpoint_tables(record, shown_metrics)}")
-    comparisons = []
-    requirements = []  # (is it met, its line)
-    for path, earlier in earlier_scores.items():
-        theirs = {
-            label: earlier[record["data"]["fingerprint"]] for label, record in records.items()
-        }
-        comparison = results.compare(main_metric, scores, theirs, groups)
-        comparisons.append({"earlier": str(path), **comparison})
-        title = f"## {main_metric} against {path}"
+    comparison = results.compare(main_metric, ours, theirs, groups)
+    if args.baseline is not None:
+        content = {"earlier": str(args.baseline), **comparison}
+        write_json(args.output.with_suffix(".compare.json"), content)
+        title = f"## {main_metric} against {args.baseline}"
         sections.append(f"{title}\n\n{results.comparison_table(comparison)}")
-        if args.require is not None:
-            for row in comparison["rows"]:
-                is_met, line = results.check_requirement(args.require, main_metric, row)
-                requirements.append((is_met, f"{line}; baseline {path}"))
-    if comparisons:
-        write_json(args.output.with_suffix(".compare.json"), comparisons)
     text = "\n\n".join(sections)
     title = f"# Evaluation of {args.model or args.run}"
     write_text(args.output.with_suffix(".md"), f"{title}\n\n{text}\n")
     print(text)
     print(f"written: {args.output}, with runs and tables beside it")
-    for _, line in requirements:
-        print(line)
-    return 0 if all(is_met for is_met, _ in requirements) else 1
+    exit_code = 0
+    for row in comparison["rows"] if args.require is not None else ():
+        is_met, line = results.check_requirement(args.require, main_metric, row)
+        print(f"{line}; baseline {args.baseline}")
+        exit_code = exit_code if is_met else 1
+    return exit_code
 
 
 def _parse_arguments(argv: Sequence[str]) -> argparse.Namespace:
     """Parse the command line, and refuse options that cannot be combined."""
     parser = Parser(
         "evaluate",
-        "Score a model or a run on BEIR data with FAISS.",
+        "Score a model or a run on BEIR data.",
         *("index", "index_parameters", "similarity", "query_max_length"),
         *ENCODING_OPTIONS,
         usage="contaccum evaluate (MODEL | --run RUN) --data SET ... [OPTIONS]",
     )
-    parser.add_argument(
-        "--data",
-        nargs="+",
-        required=True,
-        metavar="SET",
-        help="BEIR folders, names of public BEIR sets, or beir for all public sets",
-    )
-    parser.add_argument("model", nargs="?", metavar="MODEL", help=MODEL_HELP)
-    parser.add_argument(
-        "--run",
-        type=Path,
-        metavar="RUN.trec",
-        help="score this run instead of searching with a MODEL",
-    )
-    parser.add_argument(
+    add = parser.add_argument
+    sets = "BEIR folders, names of public BEIR sets, or beir for all public sets"
+    add("--data", nargs="+", required=True, metavar="SET", help=sets)
+    add("model", nargs="?", metavar="MODEL", help=MODEL_HELP)
+    run_help = "score this run instead of searching with a MODEL"
+    add("--run", type=Path, metavar="RUN.trec", help=run_help)
+    add(
         "--output",
         default=Path("results.json"),
         type=Path,
@@ -169,39 +145,27 @@ def _parse_arguments(argv: Sequence[str]) -> argparse.Namespace:
         help="file of the results; with several data sets, OUT.NAME.json is written for each; "
         "default: %(default)s",
     )
-    parser.add_argument(
-        "--metrics",
-        nargs="+",
-        metavar="METRIC@K",
-        help="metrics that the tables show; the records hold more",
-    )
-    parser.add_argument(
-        "--baseline",
-        nargs="+",
-        type=Path,
-        default=[],
-        metavar="EARLIER.json",
-        help="compare with these earlier results by the first of --metrics",
-    )
-    parser.add_argument(
+    shown = "metrics that the tables show; the records hold more"
+    add("--metrics", nargs="+", metavar="METRIC@K", help=shown)
+    baseline = "compare with this earlier result by the first of --metrics"
+    add("--baseline", type=Path, metavar="EARLIER.json", help=baseline)
+    add(
         "--require",
         choices=("not-worse", "better"),
-        help="exit code 1 if a set is significantly worse than in a --baseline, or if it is not "
+        help="exit code 1 if a set is significantly worse than in the --baseline, or if it is not "
         "significantly better; in both cases, if too few scores have changed to tell",
     )
-    parser.add_argument(
+    add(
         "--endpoint",
         metavar="URL",
         help="an OpenAI-compatible embedding server that encodes in place of MODEL, which it is "
         "compared with; its key is read from CONTACCUM_ENDPOINT_KEY",
     )
-    parser.add_argument(
-        "--query_endpoint", metavar="URL", help="the server of the queries, if MODEL has two towers"
-    )
-    parser.add_argument(
-        "--served_model", metavar="NAME", help="name of the model in requests; default: MODEL"
-    )
-    parser.add_argument("--split", help="split of the judgements; default: test, for msmarco dev")
+    query_endpoint = "the server of the queries, if MODEL has two towers"
+    add("--query_endpoint", metavar="URL", help=query_endpoint)
+    served_model = "name of the model in requests; default: MODEL"
+    add("--served_model", metavar="NAME", help=served_model)
+    add("--split", help="split of the judgements; default: test, for msmarco dev")
     args = parser.parse(argv)
     if (args.model is None) == (args.run is None):
         raise ConfigError(
@@ -218,9 +182,9 @@ def _parse_arguments(argv: Sequence[str]) -> argparse.Namespace:
             f"--output {args.output}: its .trec file would replace the --run; choose another name"
         )
     if args.require is not None:
-        if not args.baseline:
+        if args.baseline is None:
             raise ConfigError("--require needs --baseline, the earlier result to compare with")
-        if args.output.resolve() in [path.resolve() for path in args.baseline]:
+        if args.output.resolve() == args.baseline.resolve():
             raise ConfigError(
                 f"--output {args.output}: would replace the --baseline; choose another name"
             )

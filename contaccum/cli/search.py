@@ -1,9 +1,8 @@
 """`contaccum search MODEL --store FOLDER`: search a store for questions, or for a file of queries.
 
-A store has the embeddings of documents; `contaccum encode` writes it. Questions are words of the
-command line, or lines that are typed; the best three documents of each are shown. With
-``--queries``, the best documents of each query are written as a run in TREC's format, which
-`contaccum evaluate --run` scores.
+Questions are words of the command line, or lines that are typed; the best three documents of each
+are shown. With ``--queries``, the best documents of each query are written as a run in TREC's
+format, which `contaccum evaluate --run` scores.
 """
 
 from __future__ import annotations
@@ -84,31 +83,22 @@ def _answer(args: argparse.Namespace, store: EmbeddingStore) -> int:
         print(f"\n{question}")
         for rank, (document_id, score) in enumerate(best.items(), start=1):
             print(f"{rank}. {document_id}  {score:.3f}")
-            text = " ".join(passage_text(*passages.get(document_id, ("", ""))).split())
-            if text:
-                shortened = textwrap.shorten(text, _SHOWN_CHARACTERS, placeholder=" ...")
-                print(textwrap.indent(textwrap.fill(shortened, 100), "   "))
+            text = passage_text(*passages.get(document_id, ("", "")))
+            if text := textwrap.shorten(text, _SHOWN_CHARACTERS, placeholder=" ..."):
+                print(textwrap.indent(textwrap.fill(text, 100), "   "))
     return 0
 
 
 def _read_typed_questions() -> Iterator[str]:
     """Yield the lines of the standard input, with a prompt in a terminal; an empty line ends it."""
-    is_terminal = sys.stdin.isatty()
-    while True:
-        if is_terminal:
-            print("\nquestion (an empty line ends): ", end="", flush=True)
-        line = sys.stdin.readline().strip()
-        if not line:
-            return
+    prompt = "\nquestion (an empty line ends): " if sys.stdin.isatty() else ""
+    print(prompt, end="", flush=True)
+    while line := sys.stdin.readline().strip():
         yield line
+        print(prompt, end="", flush=True)
 
 
 def _write_run(args: argparse.Namespace, store: EmbeddingStore) -> int:
-    index_settings = {
-        "factory": args.index,
-        "metric": args.similarity or store.similarity,
-        "parameters": args.index_parameters,
-    }
     bm25_index = None
     depth = args.top_k
     bm25_weight = args.bm25_weight or 0.0
@@ -131,7 +121,7 @@ def _write_run(args: argparse.Namespace, store: EmbeddingStore) -> int:
     from contaccum.retrieval import search as faiss_index
     from contaccum.retrieval.encode import check_store_fits, encode_texts
 
-    faiss_index.check_factory(dimension=store.shape[1], n=len(store), **index_settings)
+    faiss_index.check_factory(args.index, store.shape[1], len(store), args.index_parameters)
     model = load_model(args.model, args)
     check_store_fits(model, store)
     queries = encode_texts(
@@ -139,9 +129,13 @@ def _write_run(args: argparse.Namespace, store: EmbeddingStore) -> int:
     )
 
     if args.index_file is None:
-        index = faiss_index.build_index(store, **index_settings)
+        index = faiss_index.build_index(
+            store, args.index, args.similarity, parameters=args.index_parameters
+        )
     else:
-        index = faiss_index.open_index(args.index_file, store, **index_settings)
+        index = faiss_index.open_index(
+            args.index_file, store, args.index, args.similarity, args.index_parameters
+        )
     start_time = time.perf_counter()
     scores, rows = faiss_index.search(index, queries, depth, show_progress)
     hits = zip(texts, faiss_index.list_hits(index, scores, rows), strict=True)
@@ -158,7 +152,7 @@ def _write_run(args: argparse.Namespace, store: EmbeddingStore) -> int:
     write_text(args.output, trec_lines(hits, "contaccum"))
     record = {
         "store": {"path": str(args.store), "fingerprint": store.fingerprint, "rows": len(store)},
-        "model": {"name": store.metadata.get("model_name"), "similarity": index_settings["metric"]},
+        "model": {"name": store.metadata.get("model_name"), "similarity": index.metric},
         "queries": {"path": str(args.queries), "count": len(texts)},
         "search": {
             "index": index.factory,
@@ -174,11 +168,9 @@ def _write_run(args: argparse.Namespace, store: EmbeddingStore) -> int:
     }
     record_file = Path(f"{args.output}.json")
     write_json(record_file, record)
-    quality = "exact search"
+    quality = "exact search" if args.index == "Flat" else "recall not measured"
     if recall is not None:
         quality = f"recall against exact search: {recall}"
-    elif args.no_recall and args.index != "Flat":
-        quality = "recall not measured"
     print(f"{len(texts):,} queries over {len(store):,} rows in {seconds:,.1f} s; {quality}")
     print(f"written: {args.output}, and its record {record_file}")
     return 0
@@ -188,10 +180,7 @@ def _parse_arguments(argv: Sequence[str]) -> argparse.Namespace:
     parser = Parser(
         "search",
         "Search a store that contaccum encode wrote, for questions or for a file of queries.",
-        "index",
-        "index_parameters",
-        "similarity",
-        "query_max_length",
+        *("index", "index_parameters", "similarity", "query_max_length"),
         *ENCODING_OPTIONS,
         usage="contaccum search MODEL --store FOLDER [QUESTION ... | --queries PATH] [OPTIONS]",
     )

@@ -28,12 +28,11 @@ from contaccum.files import AnyPath, read_json, write_json
 
 logger = logging.getLogger(__name__)
 
+
 _TRANSFORMER_TYPE = fullname(Transformer)
 _MODEL_TYPE = fullname(SentenceTransformer)
-
 _ADAPTER_CONFIG = "adapter_config.json"
-_TOWER_FOLDERS = "*_Transformer"
-"""Pattern of the subfolders in which a Router saves the transformers of its towers."""
+_TOWER_FOLDERS = "*_Transformer"  # subfolders in which a Router saves its towers' transformers
 _ADAPTER_FILES = (_ADAPTER_CONFIG, "adapter_model.*")
 _BACKBONE_FILES = (
     "config.json",
@@ -60,13 +59,13 @@ def add_adapter(
 
     Args:
         r: rank of the adapter.
-        alpha: scale of the adapter, see the formula. None: 2 r.
+        alpha: scale of the adapter. None: 2 r.
         dropout: the probability with which an input of A is set to zero.
         target_modules: names of layers, or the ends of their names. None: every linear layer.
 
     Raises:
-        ConfigError: if a layer does not exist or cannot have an adapter, the model has an adapter
-            or no backbone, or peft is not installed.
+        ConfigError: a layer does not exist or cannot have an adapter, the model has an adapter or
+            no backbone, or peft is not installed.
     """
     require_peft("an adapter")
     from peft import LoraConfig
@@ -76,17 +75,16 @@ def add_adapter(
             f"lora_r={r}: this model has an adapter already. Drop lora_r to train that adapter "
             "further, or merge it first with contaccum export"
         )
-    targets = list(target_modules or ())
     for backbone in get_backbones(model):
         names = [name for name, _ in backbone.named_modules()]
-        for target in targets:
+        for target in target_modules or ():
             # peft raises an error only if none of the targets is a layer.
             if not any(f".{name}".endswith(f".{target}") for name in names):
                 suggestion = closest(target, {name.rpartition(".")[2] for name in names})
                 raise ConfigError(
                     f"lora_target_modules: the model has no layer {target!r}{suggestion}"
                 )
-    layers: Any = targets or "all-linear"
+    layers: Any = list(target_modules or ()) or "all-linear"
     scale: Any = 2 * r if alpha is None else alpha  # may be a float, unlike its type in peft
     try:
         config = LoraConfig(r=r, target_modules=layers, lora_alpha=scale, lora_dropout=dropout)
@@ -107,8 +105,7 @@ def put_adapter(model: nn.Module, config: Any, name: str | None = None) -> None:
         backbone.add_adapter(backbone_config, name)  # freezes all weights but the adapter's
         base = backbone.name_or_path
         if os.path.isdir(base):
-            # An absolute path can be loaded from any working directory.
-            base = os.path.abspath(base)
+            base = os.path.abspath(base)  # it can be loaded from any working directory
         backbone_config.base_model_name_or_path = base
         # In bfloat16 most of an update would be lost to rounding.
         cast_adapter_dtype(backbone, name or "default")
@@ -129,18 +126,15 @@ def make_adapter_trainable(model: nn.Module) -> None:
 
 
 def merge_adapter(model: nn.Module) -> None:
-    """Add the adapters to the frozen weights, so that the model has no adapters any more.
+    """Add the adapters to the frozen weights; each tower then has its own weights.
 
-    Each tower then has its own weights. The sums are computed in float32, and rounded to the dtype
-    of the base; call ``model.float()`` first to keep a small update whole.
+    The sums are computed in float32, and rounded to the dtype of the base; call ``model.float()``
+    first to keep a small update whole.
     """
     from peft.tuners.tuners_utils import BaseTunerLayer
 
-    adapted_transformers = [
-        module
-        for module in model.modules()
-        if isinstance(module, Transformer) and getattr(module.model, "peft_config", None)
-    ]
+    transformers = [module for module in model.modules() if isinstance(module, Transformer)]
+    adapted_transformers = [each for each in transformers if has_adapter(each)]
     if any(transformer.model.dtype in _HALF_DTYPES for transformer in adapted_transformers):
         logger.warning(
             "the merged weights are rounded to bfloat16 or float16, the dtype of the base, which "
@@ -148,8 +142,7 @@ def merge_adapter(model: nn.Module) -> None:
             "`contaccum export`, which merges in float32"
         )
     for transformer in adapted_transformers:
-        # A copy, because another tower may share the base.
-        backbone = copy.deepcopy(transformer.model)
+        backbone = copy.deepcopy(transformer.model)  # another tower may share the base
         transformer.model = backbone
         for name, layer in list(backbone.named_modules()):
             if isinstance(layer, BaseTunerLayer):
@@ -164,8 +157,7 @@ def merge_adapter(model: nn.Module) -> None:
                     base_layer.to(dtype)
                 backbone.set_submodule(name, base_layer)
         backbone.delete_adapter(list(backbone.peft_config))
-        # This private attribute maps the names of adapter weights to the names in the file.
-        # With it, transformers would save the merged weights under wrong names.
+        # Private: by this map, transformers would save the merged weights under wrong names.
         vars(backbone).pop("_weight_conversions", None)
         backbone.requires_grad_(True)
 
@@ -228,10 +220,8 @@ def share_equal_frozen_weights(backbones: Sequence[PreTrainedModel]) -> None:
 
 def find_adapter_bases(folder: Path) -> list[str]:
     """Return the name or folder of each adapter's base in a model's folder; this needs peft."""
-    config_files = [
-        *folder.glob(_ADAPTER_CONFIG),
-        *folder.glob(f"{_TOWER_FOLDERS}/{_ADAPTER_CONFIG}"),
-    ]
+    patterns = (_ADAPTER_CONFIG, f"{_TOWER_FOLDERS}/{_ADAPTER_CONFIG}")
+    config_files = [file for pattern in patterns for file in folder.glob(pattern)]
     if config_files:
         require_peft(str(folder))
     return [str(read_json(file)["base_model_name_or_path"]) for file in config_files]
@@ -241,20 +231,12 @@ def find_adapter_bases(folder: Path) -> list[str]:
 def saving(model: nn.Module, folder: AnyPath) -> Iterator[None]:
     """Remove files of another model before the ``with`` block saves a model, and complete it.
 
-    After the block, settings are written that sentence-transformers needs to load a model with an
-    adapter but does not save: the dtype of the base, and the types of the towers in the Router.
+    For an adapter, it adds what sentence-transformers needs to load it and does not save: the dtype
+    of the base, and the types of the towers in the Router.
     """
     folder = Path(folder)
     bases = [Path(config.base_model_name_or_path) for config in _get_adapter_configs(model)]
-    # `put_adapter` makes the path of a base folder absolute. Another base is a name on the hub.
-    base_folders = [base for base in bases if base.is_absolute()]
-    for base in base_folders:
-        if not (base / "config.json").is_file():
-            raise ConfigError(
-                f"the adapter cannot be saved alone, because its base is not in {base}: restore "
-                "that folder, or call merge_adapter to save a full model"
-            )
-    remove_stale_files(folder, has_adapter(model), base_folders)
+    remove_stale_files(folder, has_adapter(model), bases)
     yield
     if not has_adapter(model):
         return
@@ -267,26 +249,25 @@ def saving(model: nn.Module, folder: AnyPath) -> Iterator[None]:
         write_json(config_file, {**read_json(config_file), "model_kwargs": {"dtype": dtype}})
 
 
-def remove_stale_files(folder: Path, is_adapted: bool, base_folders: Sequence[Path] = ()) -> None:
+def remove_stale_files(folder: Path, is_adapted: bool, bases: Sequence[Path] = ()) -> None:
     """Remove the files of a model that was saved in the folder before.
 
     An old adapter beside new full weights would be loaded with them. Old full weights beside a new
     adapter would be loaded as its base, so they are kept only if they are its base.
     """
-    resolved_bases = {base.resolve() for base in base_folders}
+    resolved_bases = {base.resolve() for base in bases}
     for module_folder in (folder, *folder.glob(_TOWER_FOLDERS)):
-        is_base = module_folder.resolve() in resolved_bases
-        stale_backbone_files = _BACKBONE_FILES if is_adapted and not is_base else ()
-        for pattern in (*_ADAPTER_FILES, *stale_backbone_files):
-            for file in list(module_folder.glob(pattern)):
-                file.unlink()
+        patterns: tuple[str, ...] = _ADAPTER_FILES
+        if is_adapted and module_folder.resolve() not in resolved_bases:
+            patterns += _BACKBONE_FILES
+        for file in [file for pattern in patterns for file in module_folder.glob(pattern)]:
+            file.unlink()
 
 
 def _make_towers_loadable(folder: Path) -> list[Path]:
     """Change the router's config, and return the folders of the towers' adapters."""
-    # Router would look for the tower's subfolder in the folder of the adapter's base, which has no
-    # such subfolder. If the router's config names SentenceTransformer as the type of the tower, the
-    # tower is loaded as a whole model from its own folder.
+    # Router would look for the tower's subfolder in the folder of the adapter's base. A tower whose
+    # type is SentenceTransformer in the router's config is loaded from its own folder.
     router_file = folder / "router_config.json"
     router = read_json(router_file)
     tower_folders = [
@@ -303,10 +284,7 @@ def _make_towers_loadable(folder: Path) -> list[Path]:
 
 
 class TransformerLoader(Transformer):
-    """A loader of ``Transformer`` modules, whose class method `load` returns one of these.
-
-    A tower is loaded from its own folder, and an adapter in the precision in which it was saved.
-    """
+    """Loader that loads a tower from its own folder, and an adapter in its saved precision."""
 
     @classmethod
     def load(  # type: ignore[override]  # it names only one of Transformer's keyword arguments
@@ -314,8 +292,8 @@ class TransformerLoader(Transformer):
     ) -> Transformer:
         if subfolder:
             # Transformer would look for the subfolder in the base of an adapter.
-            names = ("token", "cache_folder", "revision", "local_files_only")
-            options = {name: kwargs[name] for name in names if name in kwargs}
+            names = {"token", "cache_folder", "revision", "local_files_only"}
+            options = {name: kwargs[name] for name in names & kwargs.keys()}
             local_folder = load_dir_path(model_name_or_path, subfolder, **options)
             model_name_or_path = local_folder or model_name_or_path
         module = Transformer.load(model_name_or_path, **kwargs)
@@ -340,11 +318,7 @@ class TransformerLoader(Transformer):
 
 
 LOADERS = {_TRANSFORMER_TYPE: TransformerLoader, _MODEL_TYPE: TransformerLoader}
-"""Type of a module, as saved folders name it -> class that loads the module.
-
-A tower with an adapter has the type SentenceTransformer in its folder; see
-`_make_towers_loadable`.
-"""
+"""Type of a module in saved folders -> its loader; see `_make_towers_loadable` for the second."""
 
 
 def make_4bit_kwargs() -> dict[str, Any]:

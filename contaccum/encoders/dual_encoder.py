@@ -1,7 +1,7 @@
 """DualEncoder: a query tower and a passage tower as one SentenceTransformer.
 
-A tower is the encoder of one side. Tied towers share every weight; untied towers have separate
-weights, or separate adapters on the same frozen weights.
+Tied towers share every weight; untied towers have separate weights, or separate adapters on the
+same frozen weights.
 """
 
 from __future__ import annotations
@@ -18,7 +18,6 @@ from sentence_transformers.util import get_device_name, truncate_embeddings
 from torch import nn
 from transformers import PretrainedConfig, PreTrainedTokenizerBase
 
-from contaccum.data.rows import passage_text
 from contaccum.encoders import adapters
 from contaccum.encoders.loading import copy_module_code, fit_pooling, load_transformer, loading
 from contaccum.encoders.settings import (
@@ -47,13 +46,12 @@ class DualEncoder(SentenceTransformer):
     Example:
         ```python
         model = DualEncoder.from_backbone("bert-base-uncased", tied=False, pooling="cls")
-        queries = model.encode_queries(["what keeps the sky up?"])                    # (1, d)
-        passages = model.encode_corpus([{"title": "Sky", "text": "Nothing does."}])  # (1, d)
+        queries = model.encode_query(["what keeps the sky up?"])  # (1, d)
+        passages = model.encode_document(["Sky Nothing does."])  # (1, d)
         ```
     """
 
-    # sentence-transformers reads this attribute to choose the class that loads a module. It is
-    # private, but the only way to load a tower's adapter together with its settings.
+    # Private, but the only way to load a tower's adapter together with its settings.
     _module_classes = adapters.LOADERS
 
     @classmethod
@@ -82,18 +80,17 @@ class DualEncoder(SentenceTransformer):
             name: a name on the hub, a folder, or a ``PretrainedConfig`` for fresh weights.
             pooling: None: ``"lasttoken"`` for a decoder, whose tokenizer then appends EOS to every
                 text; ``"cls"`` for an encoder.
-            query_max_length, passage_max_length: maximum number of tokens of a text, special tokens
-                included. None: 32 and 256, or fewer if the backbone takes fewer.
+            query_max_length, passage_max_length: tokens of a text, special ones included. None: 32
+                and 256, or fewer if the backbone takes fewer.
             similarity: None: ``"cos"`` if ``normalize`` is set, else ``"dot"``.
             dtype: type of the weights.
-            tokenizer: a name, a folder or an object; required with a config. None: the
-                tokenizer of ``name``.
+            tokenizer: a name, a folder or an object; None: that of ``name``, which is no config.
             device: None: an accelerator if there is one, else the CPU.
             model_kwargs: further arguments of transformers' ``from_pretrained``.
 
         Raises:
-            UserError: if the backbone cannot be loaded.
-            ConfigError: for arguments that are out of range, or that the backbone cannot take.
+            UserError: the backbone cannot be loaded.
+            ConfigError: arguments are out of range, or the backbone cannot take them.
         """
         check_choice("pooling", pooling, (None, "cls", "mean", "lasttoken"))
         settings = {"dtype": getattr(torch, dtype), **(model_kwargs or {})}
@@ -110,7 +107,7 @@ class DualEncoder(SentenceTransformer):
             query_max_length = min(_QUERY_MAX_LENGTH, max_tokens)
         if passage_max_length is None:
             passage_max_length = min(_PASSAGE_MAX_LENGTH, max_tokens)
-        # encode() without a task, "query" or "document", truncates texts to this length.
+        # For encode() without a task
         transformer.max_seq_length = max(query_max_length, passage_max_length)
         dimension = transformer.get_embedding_dimension()
         modules: list[Any] = [transformer, Pooling(dimension, pooling_mode=pooling)]
@@ -140,12 +137,11 @@ class DualEncoder(SentenceTransformer):
             kwargs: SentenceTransformer's keyword arguments.
 
         Raises:
-            UserError: if the model cannot be loaded; see `loading`.
+            UserError: the model cannot be loaded; see `loading`.
         """
         with loading(path, bool(kwargs.get("trust_remote_code"))) as name:
-            # Each of two adapters is loaded with its own copy of the base. To save memory on the
-            # device, both copies are loaded on the CPU, and moved once they are shared.
-            # `model_kwargs` may need the device at once, as weights in 4 bits do.
+            # Two adapters are loaded with two copies of the base: on the CPU, and moved once they
+            # share one. `model_kwargs` may need the device at once, as weights in 4 bits do.
             has_two_adapters = len(adapters.find_adapter_bases(Path(name))) > 1
             is_loaded_on_cpu = has_two_adapters and not kwargs.get("model_kwargs")
             device = kwargs.get("device")
@@ -190,14 +186,10 @@ class DualEncoder(SentenceTransformer):
     def preprocess(
         self, inputs: Sequence[Any], prompt: str | None = None, **kwargs: Any
     ) -> dict[str, Any]:
-        """Tokenise texts, as `SentenceTransformer.preprocess` does; training and `encode` call it.
-
-        Raises:
-            ConfigError: if the prompt fills the maximum length, so that every text is cut away.
-        """
+        """Tokenise texts; raise `ConfigError` if the prompt fills the maximum length."""
         features = super().preprocess(inputs, prompt=prompt, **kwargs)
         token_ids = features.get("input_ids")
-        # Texts that are cut away have equal tokens. Then a text is compared with an empty one.
+        # Texts that are cut away have equal tokens.
         if isinstance(token_ids, torch.Tensor) and bool((token_ids == token_ids[:1]).all()):
             without_text = super().preprocess([""], prompt=prompt, **kwargs)["input_ids"]
             with_text = super().preprocess([" 0 a"], prompt=prompt, **kwargs)["input_ids"]
@@ -209,36 +201,20 @@ class DualEncoder(SentenceTransformer):
                 )
         return features
 
-    def encode_queries(self, queries: Sequence[str], batch_size: int = 32, **kwargs: Any) -> Any:
-        """Encode queries, (n, d), as ``encode_query`` does. BEIR calls this method."""
-        return self.encode_query(list(queries), batch_size=batch_size, **kwargs)
-
-    def encode_corpus(
-        self, corpus: Sequence[dict[str, str]], batch_size: int = 32, **kwargs: Any
-    ) -> Any:
-        """Encode passages, (n, d), as ``encode_document`` does. BEIR calls this method.
-
-        A passage has the key "text" and optionally "title", which is put before it.
-        """
-        texts = [passage_text(x.get("title") or "", x.get("text") or "") for x in corpus]
-        return self.encode_document(texts, batch_size=batch_size, **kwargs)
-
 
 def train_query_tower_alone(model: SentenceTransformer) -> None:
     """Freeze the document tower of a model, in place: an index of its embeddings stays valid.
 
-    A tied model first gets a separate query tower, a copy of its only tower. Without an adapter,
-    and if it shares no weight with the document tower, the weights of the query tower become
-    float32, because in bfloat16 or float16 most of an update would be lost to rounding. The
-    document tower keeps its dtype, which a store may depend on.
+    A tied model first gets a separate query tower, a copy of its only tower. Without an adapter and
+    shared weights, the query tower becomes float32, because in bfloat16 or float16 most of an
+    update would be lost to rounding. The document tower keeps its dtype.
     """
     if is_tied(model):
         untie(model)
     query_tower = get_tower(model, "query")
     document_tower = get_tower(model, "document")
     document_tower.requires_grad_(False)
-    document_weights = {id(weight) for weight in document_tower.parameters()}
-    shares_weights = any(id(weight) in document_weights for weight in query_tower.parameters())
+    shares_weights = not set(query_tower.parameters()).isdisjoint(document_tower.parameters())
     if not shares_weights and not adapters.has_adapter(query_tower):
         query_tower.float()
 
@@ -256,19 +232,13 @@ def add_query_adapter(
     """
     if is_tied(model):
         untie(model)
-    document_tower = get_tower(model, "document")
-    document_tower.requires_grad_(False)
-    query_tower = get_tower(model, "query")
-    adapters.add_adapter(query_tower, r, alpha, dropout, target_modules)
+    get_tower(model, "document").requires_grad_(False)
+    adapters.add_adapter(get_tower(model, "query"), r, alpha, dropout, target_modules)
     adapters.share_equal_frozen_weights(adapters.get_backbones(model))
 
 
 def untie(model: SentenceTransformer) -> None:
-    """Replace the modules of a tied model by a Router, in place.
-
-    They are its document route, and a copy of them is its query route. Raises `ConfigError` if the
-    model has a Router already.
-    """
+    """Replace the modules of a tied model by a Router of two copies, or raise `ConfigError`."""
     if isinstance(model[0], Router):
         raise ConfigError(
             "both routes of this model's Router are the same tower: "

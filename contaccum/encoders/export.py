@@ -1,12 +1,8 @@
 """Export of a trained model as plain SentenceTransformer folders that embedding servers can load.
 
-A tied model becomes one folder. A model with two towers has a Router, which servers cannot load: it
-becomes the folders ``query`` and ``document``. Each exported folder holds a plain model, which is a
-SentenceTransformer without a Router. Adapters are merged into the weights in float32.
-
-Each folder is loaded again after it was written. Its embeddings of the check texts, which are 50
-queries and 50 passages of SciFact, are compared with those of the trained model. docs/serving.md
-has the commands that start servers.
+A plain model is a SentenceTransformer without a Router, which servers cannot load: a model with two
+towers becomes the folders ``query`` and ``document``. Adapters are merged in float32. Each folder
+is loaded again, and compared with the model on 50 queries and 50 passages of SciFact.
 """
 
 from __future__ import annotations
@@ -43,11 +39,9 @@ from contaccum.files import (
 )
 from contaccum.redaction import redact
 
-DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
-RECORD_FILE = "export.json"
-LEAST_COSINE = 0.9999
-"""Two embeddings of the same text agree if their cosine is at least this."""
-
+_DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
+_RECORD_FILE = "export.json"
+_LEAST_COSINE = 0.9999  # two embeddings of the same text agree if theirs is at least this
 _TASKS: dict[str, tuple[Kind, ...]] = {
     "query": ("query",),
     "document": ("document",),
@@ -79,29 +73,25 @@ def export_model(
     """Write a model as plain SentenceTransformer folders, and compare them with the model.
 
     The model itself is changed: its adapters are merged, and its weights get the dtype. For a
-    float32 export, and for a model with adapters, the weights are first converted to float32. The
-    exported folders are then compared with the model in float32.
+    float32 export, and for a model with adapters, they become float32 before the comparison.
 
     Args:
         folder: the new folder.
         dtype: dtype of the weights: "float32", "bfloat16" or "float16".
         model_name: name of the model in the record.
-        trust_remote_code: allow code that comes with the model, which runs again when the folder is
-            loaded for the comparison.
+        trust_remote_code: allow code that comes with the model, also for the comparison.
 
     Returns:
-        The record, which is also written to `RECORD_FILE`. Its ``checks`` are one for each
-        subfolder and task: ``folder``, ``task``, ``num_texts``, and the cosines of the two
-        embeddings of a text, ``least`` and ``mean``.
+        The record, which is also in ``export.json``. Its ``checks`` are one for each subfolder and
+        task, with the ``least`` and the ``mean`` cosine of the two embeddings of a text.
 
     Raises:
-        ConfigError: for a folder that exists, an unknown dtype, a module that servers do not have,
-            or a model without a maximum length or with ``truncate_dim``.
-        UserError: if embeddings of a float32 export differ from the model's; nothing is written
-            then.
+        ConfigError: the folder exists, the dtype is unknown, a module is none of servers, or the
+            model has no maximum length, or a ``truncate_dim``.
+        UserError: embeddings of a float32 export differ from the model's; nothing is written.
     """
     folder = Path(folder)
-    check_choice("dtype", dtype, DTYPES)
+    check_choice("dtype", dtype, _DTYPES)
     require_new_folder(folder)
     plain_models = make_plain_models(model)
     for subfolder, plain_model in plain_models.items():
@@ -116,8 +106,7 @@ def export_model(
     }
     has_adapter = adapters.has_adapter(model)
     if dtype == "float32" or has_adapter:
-        # A backbone in bfloat16 rounds the hidden states of every layer, so its embeddings would
-        # differ from those of the same weights in float32. It would also round the merged weights.
+        # A backbone in bfloat16 would round the hidden states of every layer, and merged weights.
         model.float()
     # The plain models share their modules with the model. So the model encodes the texts before its
     # adapters are merged and `write_plain_model` changes the dtype.
@@ -129,49 +118,35 @@ def export_model(
     with atomic_folder(folder) as new_folder:
         for subfolder, plain_model in plain_models.items():
             tower_folder = new_folder / subfolder
-            write_plain_model(plain_model, subfolder, tower_folder, DTYPES[dtype])
+            write_plain_model(plain_model, subfolder, tower_folder, _DTYPES[dtype])
             loaded = SentenceTransformer(
                 str(tower_folder), device="cpu", trust_remote_code=trust_remote_code
             )
             for task in _TASKS[subfolder]:
                 cosines = compute_cosines(_encode(loaded, task, texts[task]), expected[task])
                 least = float(cosines.min())
-                checks.append(
-                    {
-                        "folder": subfolder,
-                        "task": task,
-                        "num_texts": len(cosines),
-                        "least": least,
-                        "mean": float(cosines.mean()),
-                    }
-                )
+                check = {"folder": subfolder, "task": task, "num_texts": len(cosines)}
+                checks.append({**check, "least": least, "mean": float(cosines.mean())})
                 # Rounding the weights to another dtype changes embeddings.
-                if dtype == "float32" and least < LEAST_COSINE:
+                if dtype == "float32" and least < _LEAST_COSINE:
                     raise UserError(
                         f"export: the folder {subfolder!r} gives other embeddings than the model "
                         f"(least cosine {least:.5f} over {len(cosines)} texts of the task "
                         f"{task!r}); nothing was written"
                     )
-        record = {
-            "model": model_name,
-            "dtype": dtype,
-            "checks": checks,
-            "made_with": provenance(),
-        }
-        write_json(new_folder / RECORD_FILE, record)
+        record = {"model": model_name, "dtype": dtype, "checks": checks, "made_with": provenance()}
+        write_json(new_folder / _RECORD_FILE, record)
     return record
 
 
 def make_plain_models(model: SentenceTransformer) -> dict[str, SentenceTransformer]:
     """Return the plain models of a model by subfolder; they share its modules.
 
-    If the model compares by cosine, its plain models end with a Normalize module, so that an index
-    by inner product ranks as the model does. `ConfigError` is raised for a module that servers do
-    not have, or a model that truncates its embeddings.
+    For cosine, they end with a Normalize module, so that an index by inner product ranks as the
+    model does. Raises `ConfigError` for a module that servers do not have, or for ``truncate_dim``.
     """
     num_dimensions = model.truncate_dim
     if num_dimensions is not None:
-        # Truncated embeddings do not have length 1, and servers do not truncate.
         raise ConfigError(
             f"export: the model has truncate_dim={num_dimensions}, and embedding servers return "
             "all dimensions: set truncate_dim to null in config_sentence_transformers.json and "
@@ -207,10 +182,9 @@ def write_plain_model(
 ) -> None:
     """Save a plain model in a dtype, with its settings in the files and keys that servers read.
 
-    sentence-transformers 6 writes new types of modules, one key ``pooling_mode`` for the pooling,
-    and no ``max_seq_length``. text-embeddings-inference, vLLM, Infinity and llama.cpp's converter
-    read the types and keys of earlier versions, which sentence-transformers 6 can still load. If
-    they are missing, a server guesses the pooling or the length.
+    These are the types of modules, the pooling and the ``max_seq_length`` of versions before
+    sentence-transformers 6, which can still load them. Without them, text-embeddings-inference,
+    vLLM, Infinity and llama.cpp's converter guess the pooling or the length.
     """
     plain_model.to(dtype)
     plain_model.save_pretrained(str(folder))
@@ -249,10 +223,8 @@ def _encode(model: SentenceTransformer, task: Kind, texts: Sequence[str]) -> np.
 
 def compute_cosines(first: np.ndarray, second: np.ndarray) -> np.ndarray:
     """Return the cosines (n,) of the rows of two arrays (n, d), in float64; 0 for rows of zeros."""
-    first = first.astype(np.float64)
-    second = second.astype(np.float64)
-    norms = np.linalg.norm(first, axis=1) * np.linalg.norm(second, axis=1)
-    return (first * second).sum(axis=1) / np.maximum(norms, 1e-12)
+    rows, other_rows = (torch.from_numpy(array).double() for array in (first, second))
+    return torch.cosine_similarity(rows, other_rows).numpy()
 
 
 def insert_card_section(model_folder: Path, name: str, text: str) -> None:
@@ -262,9 +234,7 @@ def insert_card_section(model_folder: Path, name: str, text: str) -> None:
     ``<!-- NAME -->`` and ``<!-- end of NAME -->``; an earlier section of this name is replaced.
     """
     card = model_folder / "README.md"
-    content = ""
-    if card.is_file():
-        content = card.read_text(encoding="utf-8")
+    content = card.read_text(encoding="utf-8") if card.is_file() else ""
     start_mark = f"<!-- {name} -->\n"
     end_mark = f"<!-- end of {name} -->\n"
     content = re.sub(f"{start_mark}.*?{end_mark}\n", "", content, flags=re.DOTALL)

@@ -1,8 +1,7 @@
 """Gradient norms of the two towers, the encoders of queries and of passages.
 
-GradNormRatio (arXiv 2406.12356, section 5) is the gradient norm of the passage tower divided by the
-gradient norm of the query tower. With two banks of equal size the ratio stays near 1. With a
-passage bank alone it moves away from 1.
+GradNormRatio (arXiv 2406.12356, section 5) is that of the passage tower divided by that of the
+query tower. With two banks of equal size it stays near 1, with a passage bank alone it does not.
 
 The norms are those of the gradients of the weights. But tied towers share one gradient, and with
 engines that shard weights (FSDP2, ZeRO) each rank has only a part of it. Then the norms are those
@@ -27,9 +26,8 @@ class TowerGradNorms:
     Args:
         model: the model, without wrappers. Embeddings belong to the query tower if the ``task`` of
             the model's features is "query", otherwise to the passage tower.
-        wrapper: the module that losses call, such as the compiled model or the model in DDP. None:
-            ``model``. The forward hook is registered on the wrapper, because hooks inside a
-            compiled model do not run.
+        wrapper: the module that losses call, such as the compiled model or the model in DDP, which
+            gets the hook; inside a compiled model it would not run. None: ``model``.
         has_whole_gradients: True if every rank holds the complete gradients of the weights.
     """
 
@@ -49,11 +47,10 @@ class TowerGradNorms:
             self._hook = (wrapper or model).register_forward_hook(self._hook_output)
 
     def read(self, scale: float = 1.0) -> dict[str, float]:
-        """Return the norms since the last call, and reset them. It waits for the device.
+        """Return the norms of an update after its backward passes, and reset them.
 
-        Call this method after the backward passes of an update, before the gradients are set to
-        zero. The norms are divided by ``scale``, by which a gradient scaler (fp16) has multiplied
-        the loss.
+        It waits for the device. The norms are divided by ``scale``, by which a gradient scaler
+        (fp16) has multiplied the loss.
 
         Returns:
             ``grad_norm_query``, ``grad_norm_passage`` and ``grad_norm_ratio``. A tower without
@@ -68,14 +65,11 @@ class TowerGradNorms:
         # Every rank must call the collective for the towers in the same order.
         for name, norms_of_tower in sorted(self._norms_of_micro_steps.items(), reverse=True):
             squared_norm = torch.stack(norms_of_tower).square().sum()
-            # The loss of an update is the mean over the ranks. Each rank has the gradients of its
-            # own loss, or, with a shared bank, of the common loss times the number of ranks. Both
-            # are too large by the number of ranks.
+            # The loss is the mean over the ranks, but each rank has the gradients of its own loss,
+            # or, with a shared bank, of the common loss times the number of ranks.
             norms[name] = over_ranks("SUM", squared_norm).sqrt() / world_size()
         self._norms_of_micro_steps = {}
-        values = {}
-        for name, norm in norms.items():
-            values[f"grad_norm_{name}"] = norm.item() / scale
+        values = {f"grad_norm_{name}": norm.item() / scale for name, norm in norms.items()}
         if len(values) == 2 and values["grad_norm_query"]:
             values["grad_norm_ratio"] = values["grad_norm_passage"] / values["grad_norm_query"]
         return values
@@ -95,7 +89,7 @@ class TowerGradNorms:
         name = "query" if task == "query" else "passage"
 
         def record_norm(gradient: Tensor) -> None:
-            # The norm stays on the device, so that a micro-step does not wait for it.
+            # It stays on the device, so that a micro-step does not wait for it.
             norm = torch.linalg.vector_norm(gradient.detach().float())
             self._norms_of_micro_steps.setdefault(name, []).append(norm)
 

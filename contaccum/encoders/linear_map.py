@@ -35,9 +35,8 @@ def solve_linear_map(queries: Tensor, targets: Tensor, ridge: float) -> Tensor:
 def append_linear_map(model: SentenceTransformer, matrix: Tensor) -> None:
     """Add the map q -> q M, with M (d, e), to the query route of a model, in place.
 
-    The model gets one more module, a Router that has a Dense layer for queries and nothing for
-    documents. sentence-transformers loads the saved model as any other. Queries are L2-normalised
-    after the map if they were before.
+    It is a Router that has a Dense layer for queries and nothing for documents. Queries are
+    L2-normalised after the map if they were before.
     """
     width, dimension = matrix.shape
     dense = Dense(width, dimension, bias=False, activation_function=torch.nn.Identity())

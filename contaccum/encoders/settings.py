@@ -1,7 +1,6 @@
-"""The two towers of a SentenceTransformer, its maximum lengths, dropout and attention.
+"""The two towers of a SentenceTransformer, its maximum lengths in tokens, dropout and attention.
 
-A tower is the encoder of queries or that of passages. Maximum lengths are numbers of tokens, and
-are limited by the positions of the backbone, the transformers model inside a SentenceTransformer.
+A tower is the encoder of queries or that of passages. A backbone is the transformers model in it.
 """
 
 from __future__ import annotations
@@ -21,11 +20,9 @@ from contaccum.errors import ConfigError
 Kind = Literal["query", "document"]
 """Kind of texts, and name of the tower that encodes them: a task in sentence-transformers."""
 
-_MIN_TOKENS = 3
-"""The special tokens at the start and end of a text, and one token between them."""
+_MIN_TOKENS = 3  # the special tokens at both ends of a text, and one token between them
 _NO_MAX_LENGTH = 10**9  # a tokenizer without a maximum length has a larger number
-_DROPOUT_ATTRIBUTES = ("attention_dropout", "dropout_prob", "dropout_p")
-"""Attributes in which attention modules store a dropout probability, without a dropout module."""
+_DROPOUT_ATTRIBUTES = ("attention_dropout", "dropout_prob", "dropout_p")  # without a Dropout module
 
 
 def get_tower(model: SentenceTransformer, task: str) -> nn.Module:
@@ -38,9 +35,8 @@ def get_tower(model: SentenceTransformer, task: str) -> nn.Module:
     modules: list[nn.Module] = []
     for module in model.children():
         if isinstance(module, Router):
-            # This method is private, but the only way to get the route that `Router.forward` uses:
-            # a task without a route of its own gets the route that the Router's config maps it to,
-            # or the default.
+            # This method is private, but the only way to get the route that `Router.forward` uses,
+            # also for a task without a route of its own.
             route_name = module._resolve_route(task=task, modality="text")
             modules += module.sub_modules[str(route_name)].children()
         else:
@@ -50,9 +46,8 @@ def get_tower(model: SentenceTransformer, task: str) -> nn.Module:
 
 def is_tied(model: SentenceTransformer) -> bool:
     """Return True if the two towers share every weight."""
-    query_weights = {id(weight) for weight in get_tower(model, "query").parameters()}
-    passage_weights = {id(weight) for weight in get_tower(model, "document").parameters()}
-    return query_weights == passage_weights
+    query_weights = set(get_tower(model, "query").parameters())  # a set compares identities
+    return query_weights == set(get_tower(model, "document").parameters())
 
 
 def set_max_lengths(
@@ -81,11 +76,7 @@ def set_max_lengths(
 
 
 def get_prompt(model: SentenceTransformer, task: str) -> str:
-    """Return the prompt that `encode_query` or `encode_document` puts before each text.
-
-    sentence-transformers gives every model the prompts "query" and "document". They are empty if
-    the model has none, and its other prompts, such as "passage", are then not used.
-    """
+    """Return the prompt that `encode_query` or `encode_document` puts before each text."""
     return model.prompts.get(task) or ""
 
 
@@ -98,7 +89,6 @@ def require_max_length(model: SentenceTransformer, task: str) -> int:
     length = getattr(transformer, f"{task}_length", None)
     length = length or getattr(transformer, "max_seq_length", None)
     max_length = min(length or sys.maxsize, get_max_positions(transformer))
-    # Tokenizers without a maximum length have a huge number instead.
     if max_length >= _NO_MAX_LENGTH:
         raise ConfigError(
             f"this model has no maximum length for a {task}, and servers need one: set "
@@ -108,35 +98,27 @@ def require_max_length(model: SentenceTransformer, task: str) -> int:
 
 
 def get_max_positions(transformer: Any) -> int:
-    """Return the maximum number of tokens that a backbone has positions for."""
-    configured = getattr(transformer.config, "max_position_embeddings", None) or sys.maxsize
-    return min(configured, _count_positions_after_padding(transformer))
-
-
-def _count_positions_after_padding(transformer: nn.Module) -> int:
-    """Return the number of positions after that of padding; `sys.maxsize` if padding has none.
+    """Return the maximum number of tokens that a backbone has positions for.
 
     RoBERTa and its relatives give padding a position, ``padding_idx``, and number the tokens of a
     text from ``padding_idx + 1``: of 514 positions they use 512.
     """
-    max_length = sys.maxsize
+    max_length = getattr(transformer.config, "max_position_embeddings", None) or sys.maxsize
     for name, module in transformer.named_modules():
-        padding_idx: Any = getattr(module, "padding_idx", None)
+        padding_idx = getattr(module, "padding_idx", None)
         if padding_idx is not None and name.rpartition(".")[2] == "position_embeddings":
-            table: Any = module.weight
-            max_length = min(max_length, table.shape[0] - padding_idx - 1)
+            max_length = min(max_length, module.weight.shape[0] - padding_idx - 1)
     return max_length
 
 
 def lower_default_lengths(model: nn.Module) -> None:
     """Lower maximum lengths of a loaded model that exceed its number of positions.
 
-    Only RoBERTa and its relatives need it, because they use a position for padding. The default of
-    sentence-transformers is all positions, and long texts would raise an IndexError.
+    The default of sentence-transformers is all positions, also those that RoBERTa does not use.
     """
     for module in model.modules():
         if isinstance(module, Transformer):
-            max_length = _count_positions_after_padding(module)
+            max_length = get_max_positions(module)
             for name in ("max_seq_length", "query_length", "document_length"):
                 if (getattr(module, name) or 0) > max_length:
                     setattr(module, name, max_length)
@@ -149,22 +131,21 @@ def configure(
 ) -> None:
     """Apply the settings of these names; None changes nothing.
 
-    Raises:
-        ConfigError: if a backbone does not support the implementation of attention.
+    Raises `ConfigError` if a backbone does not support the implementation of attention.
     """
     if dropout is not None:
         for module in model.modules():
-            # This class is private, but the base of all dropout modules of torch.
+            # Private, but the base of all dropout modules of torch
             if isinstance(module, nn.modules.dropout._DropoutNd):
                 module.p = dropout
             for name in _DROPOUT_ATTRIBUTES:
                 if isinstance(getattr(module, name, None), float):
                     setattr(module, name, dropout)
-    pretrained_models = [x for x in model.modules() if isinstance(x, PreTrainedModel)]
     if attn_implementation is not None:
         try:
-            for pretrained_model in pretrained_models:
-                pretrained_model.set_attn_implementation(attn_implementation)
+            for module in model.modules():
+                if isinstance(module, PreTrainedModel):
+                    module.set_attn_implementation(attn_implementation)
         except (ValueError, ImportError) as error:
             raise ConfigError(f"attn_implementation={attn_implementation}: {error}") from error
 

@@ -1,1 +1,1 @@
-"""Scores of retrieval: metrics, significance, results on disk, BEIR, open-domain QA, evaluators."""
+"""Scores of retrieval: metrics, significance, results on disk, BEIR, evaluators."""

@@ -19,7 +19,6 @@ from contaccum.data.rows import OnBadRecord, RecordReport
 from contaccum.errors import ConfigError, DataError
 from contaccum.evaluation.metrics import (
     DEFAULT_K_VALUES,
-    check_k_values,
     ignored_judgements,
     score_run,
     warn_of_ignored_judgements,
@@ -48,12 +47,10 @@ def describe_data(dataset: BeirDataset) -> dict[str, Any]:
         "judgements": sum(map(len, dataset.qrels.values())),
         "fingerprint": dataset.fingerprint,
     }
-    num_ignored = len(ignored_judgements(dataset.qrels))
-    if num_ignored > 0:
-        description["ignored_judgements"] = num_ignored
-    num_missing = len(dataset.list_missing_documents())
-    if num_missing > 0:
-        description["judgements_outside_corpus"] = num_missing
+    if ignored := ignored_judgements(dataset.qrels):
+        description["ignored_judgements"] = len(ignored)
+    if missing := dataset.list_missing_documents():
+        description["judgements_outside_corpus"] = len(missing)
     return description
 
 
@@ -95,7 +92,6 @@ def evaluate_beir(
     """
     from contaccum.retrieval.search import FaissSearcher
 
-    k_values = check_k_values(k_values)
     warn_of_ignored_judgements(dataset.qrels, dataset.name)
     plan = _plan(model, dataset, k_values, model_name, **settings)
     similarity = settings.pop("similarity", None)
@@ -117,31 +113,24 @@ def _plan(
     index_parameters: str | None = None,
     similarity: str | None = None,
     precision: str = "float32",
-    batch_size: int = 32,
+    batch_size: int = 32,  # it decides nothing
 ) -> dict[str, Any]:
     """Check the settings of an evaluation, and return the part of its record that is known now."""
-    from contaccum.retrieval.encode import (
-        get_similarity,
-        model_fingerprint,
-        tokenisation_fingerprint,
-    )
+    from contaccum.retrieval import encode
     from contaccum.retrieval.search import check_factory
 
-    metric = get_similarity(model, similarity)
     dimension = model.get_embedding_dimension()
     assert dimension is not None, "the model gives no embeddings of a fixed dimension"
-    _, index_parameters = check_factory(
-        index, dimension, len(dataset.corpus), metric, index_parameters
-    )
+    _, index_parameters = check_factory(index, dimension, len(dataset.corpus), index_parameters)
     plan: dict[str, Any] = {
         "data": describe_data(dataset),
         "model": {
-            "fingerprint": model_fingerprint(model),
-            "similarity": metric,
+            "fingerprint": encode.model_fingerprint(model),
+            "similarity": encode.get_similarity(model, similarity),
             "dimension": dimension,
             "name": model_name,
         },
-        "tokenisation": tokenisation_fingerprint(model),
+        "tokenisation": encode.tokenisation_fingerprint(model),
         "search": {"index": index, "index_parameters": index_parameters, "k": max(k_values)},
         "precision": precision,
     }
@@ -160,8 +149,7 @@ def evaluate_once(
 ) -> dict[str, Any]:
     """Return the record in a file, or evaluate by `evaluate_beir` and write it.
 
-    A record is used again if it has the same identity: model, data, settings and metrics. So an
-    evaluation of many sets goes on after an interruption.
+    A record is used again if it has the same model, data, settings and metrics.
     """
     with suppress(DataError):  # there is no record, or a damaged one
         record = read_result(file)
@@ -211,8 +199,7 @@ def evaluation_sets(data: Sequence[str]) -> dict[str, str]:
 
     Returns:
         {label: folder or public name, for `load_data`}. A label is the name of the set or of its
-        folder; if several sets have the same name, the labels of folders begin with the name of the
-        folder around them, such as "scifact/dev".
+        folder; of several with the same name, labels of folders are such as "scifact/dev".
 
     Raises:
         ConfigError: a set is named twice.

@@ -1,8 +1,7 @@
 """Comparison of an embedding server with the model that it should serve.
 
 The server has OpenAI's interface, ``POST /v1/embeddings``, and gets the texts with the model's
-prompts before them. The comparison shows differences and does not explain them: docs/serving.md
-lists their commonest causes.
+prompts before them. docs/serving.md lists the commonest causes of differences.
 """
 
 from __future__ import annotations
@@ -32,10 +31,9 @@ _MAX_COMPARED = 1000  # texts of each kind, evenly spread
 def embed(
     url: str, texts: Sequence[str], served_model: str, batch_size: int, show_progress: bool = False
 ) -> np.ndarray:
-    """Return a server's embeddings of k texts with their prompts, float32 (k, d).
+    """Return a server's embeddings of k texts with their prompts, float32 (k, d), or `UserError`.
 
-    ``url`` is the base URL, or has /v1 or /v1/embeddings at its end. `UserError` is raised if the
-    server does not answer, or not with k embeddings.
+    ``url`` is the base URL, or has /v1 or /v1/embeddings at its end.
     """
     client = make_client(url.rstrip("/").removesuffix("/embeddings"))
     import openai
@@ -89,7 +87,7 @@ def evaluate_endpoint(
         The result of the servers. Its ``endpoint`` is the comparison with the model.
 
     Raises:
-        UserError: a server gives no embeddings of the model.
+        UserError: a server is missing, or gives no embeddings of the model.
     """
     if query_url is None and not is_tied(model):
         raise ConfigError(
@@ -99,11 +97,9 @@ def evaluate_endpoint(
     by_server: dict[Kind, np.ndarray] = {}
     by_model: dict[Kind, np.ndarray] = {}
     samples = []
-    queries = list(dataset.queries.values())
-    documents = get_passage_texts(dataset.corpus)
     kinds: list[tuple[Kind, str, list[str]]] = [
-        ("query", query_url or url, queries),
-        ("document", url, documents),
+        ("query", query_url or url, list(dataset.queries.values())),
+        ("document", url, get_passage_texts(dataset.corpus)),
     ]
     served_model = served_model or model_name
     for kind, url, texts in kinds:

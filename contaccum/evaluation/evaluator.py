@@ -35,8 +35,7 @@ _Value = TypeVar("_Value")
 class RetrievalEvaluator(SentenceEvaluator):
     """Evaluator of a model on a BEIR data set, in memory, by exact search.
 
-    The model runs in the precision that is in force: under a trainer's bf16 or fp16, the scores are
-    those of bf16 or fp16.
+    The model runs in the precision that is in force, such as a trainer's bf16.
 
     Args:
         dataset: data set to score on; `sample` returns smaller ones.
@@ -47,9 +46,8 @@ class RetrievalEvaluator(SentenceEvaluator):
         notes: further entries for the record of the data.
 
     Attributes:
-        documents: documents whose stored embeddings are used, because only the query tower is
-            trained; each search checks that the document tower of its model has encoded the store.
-            None (the default): the model encodes the documents in each call.
+        documents: documents whose stored embeddings are used; each search checks that its model has
+            encoded the store. None (the default): the model encodes the documents in each call.
         query_scores: {query id: score by the primary metric} of the last scoring.
 
     Raises:
@@ -91,10 +89,7 @@ class RetrievalEvaluator(SentenceEvaluator):
     def __call__(
         self, model: Any, output_path: str | None = None, epoch: float = -1, steps: int = -1
     ) -> dict[str, float]:
-        """Return {"ndcg@10": ...}, means over the judged queries.
-
-        The scores are passed on to the model card. Nothing is written to ``output_path``.
-        """
+        """Return {"ndcg@10": ...}, means over the judged queries, also for the model card."""
         scores = self.score(model)
         self.store_metrics_in_model_card_data(
             model,
@@ -165,20 +160,15 @@ class RetrievalEvaluator(SentenceEvaluator):
         if self._fixed_embeddings is not None and self._fixed_embeddings[0] is documents:
             return self._fixed_embeddings[1]
         texts = get_passage_texts(self.dataset.corpus)
-        if np.array_equal(text_ids(texts), documents.store.text_ids()):
-            self._fixed_embeddings = (documents, documents.store)
-        else:
+        embeddings: Embeddings = documents.store
+        if not np.array_equal(text_ids(texts), documents.store.text_ids()):
             embeddings = np.empty((len(texts), documents.dimension), dtype=np.float32)
-            stored_indices, stored_embeddings = documents.find_embeddings(texts)
-            embeddings[stored_indices] = stored_embeddings
-            missing_indices = np.setdiff1d(np.arange(len(texts)), stored_indices)
-            if len(missing_indices) > 0:
-                missing_texts = [texts[index] for index in missing_indices]
-                embeddings[missing_indices] = encode_texts(
-                    model, missing_texts, batch_size=self.batch_size
-                )
-            self._fixed_embeddings = (documents, embeddings)
-        return self._fixed_embeddings[1]
+            is_missing = ~documents.contains(text_ids(texts))
+            missing_texts = [texts[index] for index in np.flatnonzero(is_missing)]
+            embeddings[is_missing] = encode_texts(model, missing_texts, batch_size=self.batch_size)
+            embeddings[~is_missing] = documents.find_embeddings(texts)[1]
+        self._fixed_embeddings = (documents, embeddings)
+        return embeddings
 
     def describe(self) -> dict[str, Any]:
         """Return name, split, path and counts of the data set, and ``notes``, for records."""
@@ -216,10 +206,8 @@ def sample(
         # score 0, and without judgements it would not count.
         document_ids.update(relevant or sorted(grades, key=_hash_id)[:1])
     other_ids = sorted(dataset.corpus.keys() - document_ids, key=_hash_id)
-    if corpus is not None:
-        num_others = max(0, corpus - len(document_ids & dataset.corpus.keys()))
-        other_ids = other_ids[:num_others]
-    document_ids.update(other_ids)
+    num_relevant = len(dataset.corpus) - len(other_ids)
+    document_ids.update(other_ids if corpus is None else other_ids[: max(0, corpus - num_relevant)])
     qrels = {query: _select_keys(grades, document_ids) for query, grades in kept_judgements.items()}
     description = f"{dataset.fingerprint} queries={queries} corpus={corpus}"
     return replace(

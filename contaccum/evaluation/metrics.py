@@ -51,23 +51,21 @@ def score_run(
     """Score a run by NDCG@k, MAP@k, Recall@k, P@k, Accuracy@k and MRR@k.
 
     As in BEIR, a document with the query's id is ignored. Queries without judgements are ignored
-    too. Judged queries that are missing in the run count as zero, so that a run does not gain by
-    leaving out hard queries (pytrec_eval alone skips them).
+    too. Judged queries that are missing in the run count as zero (pytrec_eval alone skips them).
 
     Args:
         qrels: relevance judgements, {query id: {document id: grade}}.
         run: {query id: {document id: score}}.
-        k_values: cut-offs.
+        k_values: cut-offs, from 1 on.
 
     Returns:
         {metric: mean over the judged queries}, and {query id: {metric: value}}.
 
     Raises:
-        UserError: a cut-off is below 1, or there are no judgements.
+        DataError: there are no judgements.
     """
     import pytrec_eval
 
-    k_values = check_k_values(k_values)
     judgements = {}
     trec_run = {}
     for query_id, grades in qrels.items():
@@ -98,17 +96,15 @@ def score_run(
             # trec_eval's reciprocal rank has no cut-off, and so counts if Accuracy@k is 1.
             scores[f"MRR@{k}"] = query_scores["recip_rank"] * scores[f"Accuracy@{k}"]
         per_query[query_id] = scores
-    means = {}
-    for name in metric_names(k_values):
-        means[name] = float(np.mean([scores[name] for scores in per_query.values()]))
+    means = {
+        name: float(np.mean([scores[name] for scores in per_query.values()]))
+        for name in metric_names(k_values)
+    }
     return means, per_query
 
 
 def ignored_judgements(qrels: Mapping[str, Mapping[str, int]]) -> list[str]:
-    """Return the queries whose relevant documents include one with the query's own id.
-
-    `score_run` ignores that document in a run, so it always counts as not found.
-    """
+    """Return the queries with a relevant document of the query's own id, which never counts."""
     return [query for query, grades in qrels.items() if grades.get(query, 0) > 0]
 
 
@@ -137,7 +133,7 @@ def metric_names(k_values: Sequence[int]) -> list[str]:
 
 
 def check_metrics(names: Sequence[str] | None) -> tuple[str, ...]:
-    """Return metrics, named in any case, as `metric_names` writes them; None: `MAIN_METRICS`.
+    """Return metrics, named in any case, as `metric_names` does; None: `MAIN_METRICS`.
 
     Raises `ConfigError` for a metric that does not exist.
     """
@@ -151,7 +147,7 @@ def check_metrics(names: Sequence[str] | None) -> tuple[str, ...]:
 
 def get_k_values(names: Iterable[str]) -> tuple[int, ...]:
     """Return `DEFAULT_K_VALUES` and the cut-offs of these metrics, in ascending order."""
-    return check_k_values([*DEFAULT_K_VALUES, *(int(name.partition("@")[2]) for name in names)])
+    return tuple(sorted({*DEFAULT_K_VALUES, *(int(name.partition("@")[2]) for name in names)}))
 
 
 def check_metric(name: str) -> str:
@@ -168,13 +164,6 @@ def check_metric(name: str) -> str:
             f"ndcg@10{hint}"
         )
     return match[1]
-
-
-def check_k_values(k_values: Sequence[int]) -> tuple[int, ...]:
-    """Return the cut-offs in ascending order, each once; raise `ConfigError` for one below 1."""
-    if min(k_values) < 1:
-        raise ConfigError(f"k_values must be at least 1, such as 10 100, not {list(k_values)}")
-    return tuple(sorted(set(k_values)))
 
 
 # Significance tests between two systems that answered the same queries ----------------------------
@@ -208,16 +197,15 @@ def sign_flip_test(
 ) -> dict[str, float]:
     """Compare two systems by their scores on the same queries, which are in groups.
 
-    The unit of the test is a group of linked queries (see `contaccum.data.near_duplicates`), not a
-    query: queries about the same passage have similar differences, so many of them are little
-    evidence. If the systems do not differ, the differences of a group are as likely with the other
-    sign. The p-value is the share of sign vectors, one sign for each group, with which the mean
-    difference over the queries is at least as far from 0 as it is. All sign vectors are used for up
-    to 13 groups with a difference, else 10,000 random ones and the observed one. The 95% interval
-    holds the differences that this test does not reject (Lehmann and Romano 2005, sections 5.8 to
-    5.12). So it excludes 0 if the p-value is at most 0.05, apart from chance in the random signs.
-    With fewer than `MIN_CHANGED_GROUPS` groups that changed, it is -1 to 1: this test supposes that
-    a difference is the same everywhere, so ties alone would reject every difference but 0.
+    The unit of the test is a group of linked queries (see `contaccum.data.near_duplicates`):
+    queries about the same passage have similar differences, so many of them are little evidence. If
+    the systems do not differ, the differences of a group are as likely with the other sign. The
+    p-value is the share of sign vectors, one sign for each group, with which the mean difference
+    over the queries is at least as far from 0 as it is: of all vectors for up to 13 groups with a
+    difference, else of 10,000 random ones and the observed one. The 95% interval holds the
+    differences that this test does not reject (Lehmann and Romano 2005, sections 5.8 to 5.12). With
+    fewer than `MIN_CHANGED_GROUPS` groups that changed, it is -1 to 1: the test supposes the same
+    difference everywhere, so ties alone would reject every difference but 0.
 
     Args:
         ours, theirs: {query id: score between 0 and 1} with the same queries.
@@ -225,9 +213,9 @@ def sign_flip_test(
         seed: seed of the random signs.
 
     Returns:
-        ``difference``: mean of ours minus mean of theirs. ``low`` and ``high``: its 95% interval,
-        at most from -1 to 1. ``p_value``: two-sided. ``groups``: number of groups.
-        ``changed_groups``: number of groups whose total is not the same for both systems.
+        ``difference``: mean of ours minus mean of theirs. ``low`` and ``high``: its 95% interval.
+        ``p_value``: two-sided. ``groups``: number of groups. ``changed_groups``: number of groups
+        whose total is not the same for both systems.
 
     Raises:
         DataError: the queries differ, there are none, or a score is NaN or infinite.
@@ -328,11 +316,8 @@ def add_holm(tests: Sequence[dict[str, Any]]) -> None:
     are rejected, the probability of any false rejection is at most alpha (Holm 1979).
     """
     adjusted = 0.0
-    by_p_value = sorted(tests, key=lambda test: test["p_value"])
-    for rank, test in enumerate(by_p_value):
-        num_remaining = len(tests) - rank
-        corrected = min(1.0, test["p_value"] * num_remaining)
-        adjusted = max(adjusted, corrected)
+    for rank, test in enumerate(sorted(tests, key=lambda test: test["p_value"])):
+        adjusted = max(adjusted, min(1.0, test["p_value"] * (len(tests) - rank)))
         test["p_holm"] = adjusted
 
 
@@ -346,17 +331,17 @@ def _flip_all(sums: np.ndarray, sizes: np.ndarray, seed: int) -> tuple[np.ndarra
     columns = np.stack([sums, sizes], axis=1)  # (g, 2)
     if num_groups <= _MAX_EXACT_GROUPS:
         bits = np.arange(2**num_groups)[:, None] >> np.arange(num_groups)
-        totals = (1.0 - 2.0 * (bits & 1)) @ columns  # (f, 2)
-        return totals[:, 0], totals[:, 1]
-    parts = [np.ones((1, num_groups)) @ columns]
-    generator = np.random.default_rng(seed)
-    block_size = max(1, _MAX_SIGNS // num_groups)
-    for start in range(0, _NUM_FLIPS, block_size):
-        num_drawn = min(block_size, _NUM_FLIPS - start)
-        signs = 1.0 - 2.0 * generator.integers(0, 2, (num_drawn, num_groups), dtype=np.int8)
-        parts.append(signs @ columns)
-    totals = np.concatenate(parts)  # (f, 2)
-    return totals[:, 0], totals[:, 1]
+        totals = [(1.0 - 2.0 * (bits & 1)) @ columns]
+    else:
+        totals = [columns.sum(axis=0, keepdims=True)]
+        generator = np.random.default_rng(seed)
+        block_size = max(1, _MAX_SIGNS // num_groups)
+        for start in range(0, _NUM_FLIPS, block_size):
+            num_drawn = min(block_size, _NUM_FLIPS - start)
+            signs = 1.0 - 2.0 * generator.integers(0, 2, (num_drawn, num_groups), dtype=np.int8)
+            totals.append(signs @ columns)
+    sums, sizes = np.concatenate(totals).T
+    return sums, sizes
 
 
 def _compute_p_value(flipped: tuple[np.ndarray, np.ndarray], supposed: float) -> float:

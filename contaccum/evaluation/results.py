@@ -1,9 +1,8 @@
 """Results of evaluations: records in JSON, runs in TREC format, tables and comparisons.
 
-A record holds what is needed to reproduce the numbers of one data set, with the versions of the
-software. The JSON file of an evaluation of several sets is a table, in which a row is a dict: name,
-split, queries, documents, metrics, and either ``file``, the record of the set, or ``parts``, rows
-whose mean is this row.
+A record holds what is needed to reproduce the numbers of one data set. The JSON file of several
+sets is a table, in which a row is a dict: name, split, queries, documents, metrics, and either
+``file``, the record of the set, or ``parts``, rows whose mean is this row.
 """
 
 from __future__ import annotations
@@ -12,7 +11,7 @@ import json
 import os
 import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field
 from datetime import UTC, datetime
 from pathlib import Path
 from statistics import fmean
@@ -30,18 +29,7 @@ from contaccum.data.rows import (
     split_cells,
 )
 from contaccum.errors import DataError, quoted
-from contaccum.evaluation.metrics import (
-    BETTER,
-    MIN_CHANGED_GROUPS,
-    WORSE,
-    add_holm,
-    describe_difference,
-    describe_interval,
-    judge,
-    sign_flip_test,
-    sort_as_trec_eval,
-    warn_of_few_groups,
-)
+from contaccum.evaluation import metrics
 from contaccum.files import atomic_file, provenance, read_json
 from contaccum.redaction import redact
 
@@ -72,10 +60,8 @@ class EvaluationResult:
         data: name, split, path, documents, queries, judgements, fingerprint.
         model: name, fingerprint, similarity, dimension.
         search: index, index_parameters, k, gpus; for an approximate index also its recall.
-        tokenisation: hash of the settings, beside the weights, that decide embeddings; None for a
-            run of another system.
-        endpoint: comparison of the model with the embedding server whose embeddings were scored in
-            its place; see `contaccum.evaluation.endpoint`.
+        tokenisation: `tokenisation_fingerprint` of the model; None for a run of another system.
+        endpoint: comparison of the model with its embedding server; see `evaluate_endpoint`.
         identity: hash of everything that decides the metrics; None if it is not known.
         precision: type of autocast, "float32" without autocast, "unknown" for a run.
         created: time of the evaluation, in UTC.
@@ -95,20 +81,18 @@ class EvaluationResult:
 
     def record(self) -> dict[str, Any]:
         """Return the content of the JSON file: versions, and all attributes except ``run``."""
-        names = [item.name for item in fields(self) if item.name != "run"]
-        return {**{name: getattr(self, name) for name in names}, **provenance()}
+        attributes = {name: value for name, value in vars(self).items() if name != "run"}
+        return {**attributes, **provenance()}
 
 
 def write_result(result: EvaluationResult, path: str | os.PathLike[str]) -> dict[str, Any]:
     """Write the record to ``path`` and the run to ``<stem>.trec`` beside it; return the record.
 
-    Each file appears as a whole or not at all, and earlier files stay until both are complete.
-    Where a record is, its run is too.
+    Earlier files stay until both are complete. Where a record is, its run is too.
     """
     path = Path(path)
     run_path = path.with_suffix(".trec")
-    # Scores per query are as large as the data and hold only ids and numbers, so they are not
-    # searched for credentials.
+    # Scores per query, ids and numbers, are as large as the data: they are not redacted.
     record = redact({**result.record(), "per_query": {}})
     record["per_query"] = result.per_query
     content = json.dumps(record, indent=1, allow_nan=False, ensure_ascii=False)
@@ -129,8 +113,7 @@ def read_result(path: str | os.PathLike[str]) -> dict[str, Any]:
     """Read a record that `write_result` wrote.
 
     Raises:
-        DataError: the file is missing or is not such a record, or a score in it is no number
-            between 0 and 1.
+        DataError: there is no such record, or a score in it is no number between 0 and 1.
     """
     record: dict[str, Any] = read_json(path)
     for key in ("metrics", "per_query", "data", "search"):
@@ -141,10 +124,9 @@ def read_result(path: str | os.PathLike[str]) -> dict[str, Any]:
             )
     for query, scores in [("(mean)", record["metrics"]), *record["per_query"].items()]:
         for metric in record["metrics"]:
-            score = scores.get(metric) if isinstance(scores, dict) else None
+            score: Any = scores.get(metric) if isinstance(scores, dict) else None
             # By type, because True is an int.
-            is_number = type(score) in (int, float)
-            if score is None or not is_number or not 0 <= score <= 1:
+            if type(score) not in (int, float) or not 0 <= score <= 1:
                 raise DataError(
                     f"{path}: {metric} of query {quoted(query)} is no number between 0 and 1; "
                     "evaluate again"
@@ -159,22 +141,19 @@ def trec_lines(run: Iterable[tuple[str, Mapping[str, float]]], tag: str) -> Iter
     """Yield the lines ``query_id Q0 document_id rank score tag`` of a run file.
 
     The run is in pairs of query id and {document id: score}. The order is trec_eval's (equal scores
-    by id, descending). Scores have nine digits, which represent a float32 exactly. Ids with white
-    space are encoded; see `_encode_id`.
+    by id, descending). Scores have nine digits, which represent a float32 exactly.
     """
     for query_id, hits in run:
         query_cell = _encode_id(query_id)
-        for rank, (document_id, score) in enumerate(sort_as_trec_eval(hits), start=1):
+        for rank, (document_id, score) in enumerate(metrics.sort_as_trec_eval(hits), start=1):
             document_cell = _encode_id(document_id)
             yield f"{query_cell} Q0 {document_cell} {rank} {score:.9g} {tag}\n"
 
 
 def _encode_id(identifier: str) -> str:
-    """Return the id as it is or, where a TREC line cannot hold it, percent-encoded after a marker.
+    """Return the id, percent-encoded after a marker if it is empty or holds white space.
 
-    A TREC line is split at white space, so an id that is empty or holds white space must be
-    encoded. The marker is needed because ids of other systems may hold ``%20`` literally, as URLs
-    do: such ids must not be decoded.
+    Without a marker, literal ``%20`` in the ids of other systems, such as URLs, would be decoded.
     """
     # isprintable() is False for all white space but the blank, and for a byte-order mark, which
     # readers drop.
@@ -185,10 +164,7 @@ def _encode_id(identifier: str) -> str:
 
 
 def read_trec_run(path: str | os.PathLike[str], on_bad_record: OnBadRecord = "stop") -> Run:
-    """Read a run of any system, plain or gzip.
-
-    Ids that `trec_lines` has encoded are decoded; all others stay as they are. The column of ranks
-    is ignored: as in trec_eval, the scores decide the order.
+    """Read a run of any system, plain or gzip. As in trec_eval, scores and not ranks decide.
 
     Raises:
         DataError: the file cannot be used, or, under "stop", a line does not have six columns, its
@@ -199,10 +175,10 @@ def read_trec_run(path: str | os.PathLike[str], on_bad_record: OnBadRecord = "st
 
     def parse_line(line: str) -> tuple[str, str, float]:
         cells = split_cells(line, 6, None)
-        query, document = [
+        query, document = (
             unquote(cell.removeprefix(_ENCODED)) if cell.startswith(_ENCODED) else cell
             for cell in (cells[0], cells[2])
-        ]
+        )
         if document in run.get(query, {}):
             raise Fault("duplicate document", f"{quoted(document)} of query {quoted(query)}")
         return query, document, parse_number(cells[4])
@@ -216,7 +192,7 @@ def read_trec_run(path: str | os.PathLike[str], on_bad_record: OnBadRecord = "st
 
 
 def fill_page(page: str, tables: Mapping[str, str]) -> str:
-    """Return a page of the documentation with new tables, {name: Markdown}.
+    """Return a page with new tables, {name: Markdown}.
 
     A table stands between the comments ``<!-- table: NAME -->`` and ``<!-- end of table -->``.
     """
@@ -255,8 +231,7 @@ def make_table(
 ) -> dict[str, Any]:
     """Return the table of several sets, as the JSON file holds it.
 
-    If all twelve parts of CQADupStack are there, they are one row: their mean, in which each part
-    has the same weight.
+    If all twelve parts of CQADupStack are there, one row is their mean.
 
     Args:
         files: {label of a set: file of its record}.
@@ -268,9 +243,7 @@ def make_table(
     for label, record in records.items():
         row = {
             "name": label,
-            "split": record["data"]["split"],
-            "queries": record["data"]["queries"],
-            "documents": record["data"]["documents"],
+            **{name: record["data"][name] for name in ("split", "queries", "documents")},
             "file": files[label].name,
             "metrics": record["metrics"],
         }
@@ -289,9 +262,7 @@ def make_table(
         rows.append(mean_row)
     first = next(iter(records.values()))  # the values that are read are equal in all records
     return {
-        "model": first["model"],
-        "tokenisation": first["tokenisation"],
-        "precision": first["precision"],
+        **{name: first[name] for name in ("model", "tokenisation", "precision")},
         "search": {name: first["search"].get(name) for name in ("index", "index_parameters", "k")},
         "shown": list(shown),
         "sets": rows,
@@ -354,39 +325,32 @@ def compare(
     theirs: Mapping[str, Scores],
     groups: Mapping[str, Mapping[str, int]],
 ) -> dict[str, Any]:
-    """Compare this evaluation with an earlier result by sign-flip tests, set by set.
+    """Return the comparison of this evaluation with an earlier result, as the JSON file holds it.
 
-    The p-values of the sets are corrected together by Holm's procedure. A positive difference means
-    that ``ours`` has the higher score.
+    A row has means, the result of `sign_flip_test` with Holm's correction over the sets, and the
+    numbers of wins, ties and losses; all are from the side of ``ours``.
 
     Args:
         ours, theirs: {label: {query id: score}} of this evaluation and of the earlier result, whose
             sets are compared.
         groups: {label: {query id: its group}}.
-
-    Returns:
-        The comparison as the JSON file holds it. A row has means, the result of `sign_flip_test`,
-        and the numbers of wins, ties and losses.
     """
     rows = []
     for label, their_scores in theirs.items():
         our_scores = ours[label]
         differences = [score - their_scores[query] for query, score in our_scores.items()]
-        num_wins = sum(difference > _TIE for difference in differences)
-        num_losses = sum(difference < -_TIE for difference in differences)
-        rows.append(
-            {
-                "data": label,
-                "queries": len(our_scores),
-                "ours": fmean(our_scores.values()),
-                "earlier": fmean(their_scores.values()),
-                **sign_flip_test(our_scores, their_scores, groups[label]),
-                "wins": num_wins,
-                "ties": len(differences) - num_wins - num_losses,
-                "losses": num_losses,
-            }
-        )
-    add_holm(rows)
+        row = {
+            "data": label,
+            "queries": len(our_scores),
+            "ours": fmean(our_scores.values()),
+            "earlier": fmean(their_scores.values()),
+            **metrics.sign_flip_test(our_scores, their_scores, groups[label]),
+            "wins": sum(difference > _TIE for difference in differences),
+            "ties": sum(abs(difference) <= _TIE for difference in differences),
+            "losses": sum(difference < -_TIE for difference in differences),
+        }
+        rows.append(row)
+    metrics.add_holm(rows)
     return {"metric": metric, "rows": rows}
 
 
@@ -395,25 +359,24 @@ def check_requirement(
 ) -> tuple[bool, str]:
     """Return whether a row of `compare` meets a requirement, and a line about it.
 
-    "better" demands a significantly better result than the earlier one, "not-worse" one that is not
-    significantly worse; see `judge`. If too few groups have changed to tell, neither is met. But a
-    result that is equal on every query is not worse.
+    If too few groups have changed to tell (see `judge`), neither requirement is met. But a result
+    that is equal on every query is not worse.
     """
-    word = judge(row)
-    has_changed = row["wins"] > 0 or row["losses"] > 0
-    if has_changed and row["changed_groups"] < MIN_CHANGED_GROUPS:
+    word = metrics.judge(row)
+    has_changed = row["wins"] + row["losses"] > 0
+    if has_changed and row["changed_groups"] < metrics.MIN_CHANGED_GROUPS:
         is_met = False
         title = "CANNOT TELL"
     elif requirement == "better":
-        is_met = word == BETTER
+        is_met = word == metrics.BETTER
         title = "BETTER" if is_met else "NOT BETTER"
     else:
-        is_met = word != WORSE
+        is_met = word != metrics.WORSE
         title = "NOT WORSE" if is_met else "WORSE"
     queries = f"{row['queries']:,} queries"
     if row["groups"] < row["queries"]:
         queries += f" of {row['groups']:,} passages"
-    difference = describe_difference(
+    difference = metrics.describe_difference(
         metric, row["earlier"], row["ours"], f"{queries} of {row['data']}", row
     )
     return is_met, f"{title}: {difference}" + ("" if has_changed else "; no score has changed")
@@ -421,25 +384,21 @@ def check_requirement(
 
 def comparison_table(comparison: Mapping[str, Any]) -> str:
     """Return the Markdown table of a comparison that `compare` made, with notes."""
-    names = ["data", "queries", "groups", "ours", "earlier", "difference"]
+    names = ["data", "queries", "groups", "ours", "earlier"]
     counts = ["wins", "ties", "losses"]
     cells = []
     notes = []
     for row in comparison["rows"]:
-        shown = dict(row)
-        shown["difference"] = f"{row['difference']:+.4f}"
-        interval = describe_interval(row, 4)
-        p_values = []
+        cells.append([row[name] for name in names])
+        cells[-1] += [f"{row['difference']:+.4f}", metrics.describe_interval(row, 4)]
         for p_value in (row["p_value"], row["p_holm"]):
-            p_values.append("<0.001" if p_value < 0.001 else f"{p_value:.3f}")
-        cells.append(
-            [*(shown[name] for name in names), interval, *p_values, *(row[name] for name in counts)]
-        )
-        for warning in warn_of_few_groups(f"the queries of {row['data']}", row["groups"]):
+            cells[-1].append("<0.001" if p_value < 0.001 else f"{p_value:.3f}")
+        cells[-1] += [row[name] for name in counts]
+        for warning in metrics.warn_of_few_groups(f"the queries of {row['data']}", row["groups"]):
             notes.append(f"- {warning}")
     notes.append(
         "- sign-flip test over groups of queries with the same relevant documents, two-sided; "
         "Holm's correction over the rows"
     )
-    header = [*names, "interval", "p", "p (Holm)", *counts]
+    header = [*names, "difference", "interval", "p", "p (Holm)", *counts]
     return "\n".join([markdown_table(header, cells), "", *notes])

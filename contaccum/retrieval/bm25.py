@@ -26,12 +26,10 @@ WEIGHT_FILE = "bm25_weight.json"
 FUSION_DEPTH = 100
 """Number of the best documents of a query whose scores are scaled to 0..1 before they are added.
 
-It does not depend on the number of documents that are retrieved, because the best weight of BM25
-depends on the scale.
+It is the same however many documents are retrieved: the best weight depends on the scale.
 """
 
-# DPR's values of the saturation of the term frequency (k1) and the influence of the passage's
-# length (b).
+# DPR's values of the saturation of term frequencies and the influence of the passage's length
 _K1 = 0.9
 _B = 0.4
 
@@ -62,10 +60,7 @@ _TOKENS = re.compile(
 
 
 def bm25_run(corpus: Corpus, queries: Mapping[str, str], top_k: int) -> dict[str, dict[str, float]]:
-    """Return {query id: {document id: score}}: the ``top_k`` best documents by BM25, best first.
-
-    They share a word with the query. One with the query's id is dropped, as BEIR does.
-    """
+    """Return what `search` finds in a corpus, without documents with the query's id, as in BEIR."""
     document_ids = list(corpus)
     index = build_index(get_passage_texts(corpus))
     run = search(index, lambda rows: [document_ids[row] for row in rows], queries, top_k + 1)
@@ -82,9 +77,9 @@ def fuse_runs(
 ) -> dict[str, dict[str, float]]:
     """Add the scores of BM25 to those of an encoder, each scaled to 0..1 per query.
 
-    The best `FUSION_DEPTH` documents of each are scaled and added; a document that only one of them
-    has there has a score of 0 from the other. The other documents follow them, with scores below 0
-    on the same scale; there, a document that only one of them has counts as the last of the other.
+    Of each, the best `FUSION_DEPTH` documents are scaled and added; one that the other lacks there
+    has a score of 0 from it. The other documents follow, with scores below 0 on the same scale; one
+    that the other lacks counts as its last.
 
     Args:
         run: {query id: {document id: score}} of the encoder.
@@ -120,8 +115,7 @@ def fuse_runs(
 def build_index(passages: Iterable[str], show_progress: bool = False) -> bm25s.BM25:
     """Index n passages for BM25 by bm25s: Lucene's variant, with DPR's parameters k1 and b.
 
-    Memory holds the words of all passages. Raises `DataError` if no passage has a word. The bars
-    of bm25s are shown with ``--verbose``.
+    Memory holds the words of all passages. Raises `DataError` if no passage has a word.
     """
     import bm25s
 
@@ -160,14 +154,11 @@ def search(
     queries: Mapping[str, str],
     top_k: int,
 ) -> dict[str, dict[str, float]]:
-    """Find the ``top_k`` best documents of every query that share a word with it.
+    """Return {query id: {document id: score}}, the best documents that share a word, best first.
 
     Args:
         get_ids: returns the document ids of some rows of the index, such as `EmbeddingStore.ids`.
         queries: {query id: text}.
-
-    Returns:
-        {query id: {document id: score}}, best documents first.
     """
     run = {}
     for query_id, scores in zip(queries, score_queries(index, queries.values()), strict=True):
@@ -223,10 +214,10 @@ def read_bm25_weight(model_folder: AnyPath) -> float:
 
 
 def split_words(text: str) -> list[str]:
-    """Return the words of a text in lower case and of normal width, for BM25.
+    """Return the words of a text in lower case and of normal width, of two letters or more.
 
-    Words have two letters or more. Where a script has no blanks between words, all bigrams or
-    trigrams of characters stand for them, or the whole run if it is shorter.
+    Where a script has no blanks between words, all bigrams or trigrams of characters stand for
+    them, or the whole run if it is shorter.
     """
     words = []
     text = _WIDE_OR_NARROW.sub(lambda run: unicodedata.normalize("NFKC", run[0]), text)

@@ -1,8 +1,8 @@
 """Documents of a store for losses: blocks of tensors, and lookup of documents by their texts.
 
 A document is named by its row: first the rows of the store, then the documents that were appended
-in memory because the store lacks them; the files of the store never change here. A text is looked
-up by its text id, a 64-bit hash (`contaccum.data.sampling.text_ids`).
+in memory because the store lacks them. A text is looked up by its text id, a 64-bit hash
+(`contaccum.data.sampling.text_ids`).
 """
 
 from __future__ import annotations
@@ -35,11 +35,15 @@ class _Lookup:
         first_positions = np.searchsorted(self._sorted, wanted, side="left")
         counts = np.searchsorted(self._sorted, wanted, side="right") - first_positions
         indices = np.repeat(np.arange(len(wanted)), counts)
-        # The matches of a hash lie next to each other in the sorted order: its first position plus
-        # 0, 1, 2, ...
+        # The matches of a hash are its first position in the sorted order plus 0, 1, 2, ...
         num_matches_before = np.cumsum(counts) - counts
         match_numbers = np.arange(len(indices)) - np.repeat(num_matches_before, counts)
         return indices, self._order[np.repeat(first_positions, counts) + match_numbers]
+
+    def find_each(self, wanted: np.ndarray) -> list[np.ndarray]:
+        """Return for each wanted hash the indices in the array, ascending."""
+        indices, found = self.find(wanted)
+        return np.split(found, np.searchsorted(indices, np.arange(1, len(wanted))))
 
 
 class StoreDocuments:
@@ -49,7 +53,6 @@ class StoreDocuments:
     the stored embeddings together with 1 / their L2 norms.
 
     Attributes:
-        store: the store.
         similarity: "cos" or "dot".
         dimension: d, dimension of the embeddings.
         has_texts: False if ids stand for the texts, so that BM25 cannot search them.
@@ -61,27 +64,22 @@ class StoreDocuments:
         self.similarity: str = store.similarity
         self.dimension: int = store.shape[1]
         self._appended = np.empty((0, self.dimension), dtype=np.float32)
-        self._set_text_ids(store.text_ids())
+        self._text_ids = store.text_ids()
+        self._lookup = _Lookup(self._text_ids)
         # The key is (device, part, num_parts), the arguments of `blocks`.
         self._on_device: dict[tuple[torch.device, int, int], list[DeviceEmbeddings]] = {}
-
-    def _set_text_ids(self, ids: np.ndarray) -> None:
-        self._text_ids = ids
-        self._lookup = _Lookup(ids)
 
     def __len__(self) -> int:
         return len(self._text_ids)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> StoreDocuments:
-        # The search for a micro-batch size copies the loss. Documents may be gigabytes and do not
-        # change in it, so the copy shares them.
+        # The search for a micro-batch size copies the loss, whose documents may be gigabytes.
         return self
 
     @property
     def fingerprint(self) -> str:
         """Hash, in hex, of the store and of the appended documents."""
-        appended_ids = self._text_ids[len(self.store) :].tolist()
-        return fingerprint(self.store.fingerprint, appended_ids)
+        return fingerprint(self.store.fingerprint, self._text_ids[len(self.store) :].tolist())
 
     def describe(self) -> dict[str, Any]:
         """Return store, fingerprint, counts and types of these documents, for records."""
@@ -97,16 +95,16 @@ class StoreDocuments:
     def add(self, texts: Sequence[str], embeddings: np.ndarray) -> None:
         """Append documents: k texts and their embeddings, float32 (k, d)."""
         self._appended = np.concatenate([self._appended, embeddings.astype(np.float32, copy=False)])
-        self._set_text_ids(np.concatenate([self._text_ids, text_ids(texts)]))
+        self._text_ids = np.concatenate([self._text_ids, text_ids(texts)])
+        self._lookup = _Lookup(self._text_ids)
         self._on_device = {}
 
-    def find_rows(self, text_id: int) -> list[int]:
-        """Return the rows of all documents whose text has this hash; an empty list for none."""
-        _, rows = self.match_text_ids(np.array([text_id]))
-        return rows.tolist()
+    def find_rows(self, texts: Sequence[str]) -> list[np.ndarray]:
+        """Return for each text the rows of all documents that have it, ascending."""
+        return self._lookup.find_each(text_ids(texts))
 
     def match_text_ids(self, ids: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-        """Find all documents whose texts have one of these hashes, int64 (k,), copies included.
+        """Find all documents whose texts have one of these hashes, int64 (k,).
 
         Two int64 arrays (f,) have an entry per match: the index in ``ids``, and the document's row.
         """
@@ -125,33 +123,28 @@ class StoreDocuments:
         return embeddings.to(rows.device)
 
     def find_embeddings(self, texts: Sequence[str]) -> tuple[np.ndarray, np.ndarray]:
-        """Return the embeddings of those texts that are documents, as they are stored.
+        """Return the indices (f,) of those texts that are documents, and their embeddings (f, d).
 
-        They are the indices in ``texts`` of the f texts, int64 (f,), and float32 (f, d).
+        Of several documents with the same text, the first one is read.
         """
         indices, rows = self.match_text_ids(text_ids(texts))
-        # Of several documents with the same text, the first one is read.
         indices, first_matches = np.unique(indices, return_index=True)
         return indices, self._read_rows(rows[first_matches])
 
     def blocks(
         self, device: torch.device, part: int = 0, num_parts: int = 1
     ) -> Iterator[DocumentBlock]:
-        """Yield blocks of documents on a device, in the number type of the store.
+        """Yield blocks of documents on a device, of one of several consecutive parts.
 
-        They stay on a GPU for later calls if it has enough free memory. A block is valid until the
-        next one is asked for. Of ``num_parts`` consecutive parts, for example of ranks, ``part`` is
-        yielded.
+        See `DeviceEmbeddings`. A block is valid until the next one is asked for.
         """
         key = (device, part, num_parts)
         if key not in self._on_device:
             self._on_device[key] = []
             for embeddings in (self.store, self._appended):
-                first_row = len(embeddings) * part // num_parts
-                end_row = len(embeddings) * (part + 1) // num_parts
-                self._on_device[key].append(
-                    DeviceEmbeddings(embeddings, device, first_row, end_row)
-                )
+                first_row, end_row = (len(embeddings) * n // num_parts for n in (part, part + 1))
+                rows = DeviceEmbeddings(embeddings, device, first_row, end_row)
+                self._on_device[key].append(rows)
         stored, appended = self._on_device[key]
         has_scales = self.similarity == "cos"
         yield from stored.blocks(has_scales)
@@ -172,9 +165,8 @@ class PositiveRows:
 
     Args:
         documents: the documents, among which positives are looked up.
-        query_ids: int64 (p,), hash of the query's text for each known (query, positive) pair.
-        positive_ids: int64 (p,), hash of the positive's text for each of these pairs. A pair whose
-            positive is not among the documents is left out.
+        query_ids, positive_ids: int64 (p,), hashes of the texts of the known (query, positive)
+            pairs. A pair whose positive is not among the documents is left out.
     """
 
     def __init__(
@@ -194,19 +186,16 @@ class PositiveRows:
         Raises:
             DataError: a positive is not among the documents.
         """
-        indices, positions = self._lookup.find(text_ids(queries))
-        ends_of_queries = np.searchsorted(indices, np.arange(1, len(queries)))
-        known_rows = np.split(self._rows[positions], ends_of_queries)
         labels = []
-        for known, positive, positive_id in zip(
-            known_rows, positives, text_ids(positives).tolist(), strict=True
-        ):
-            copies = self.documents.find_rows(positive_id)
-            if not copies:
+        known_pairs = self._lookup.find_each(text_ids(queries))
+        rows_of_positives = self.documents.find_rows(positives)
+        for pairs, copies, positive in zip(known_pairs, rows_of_positives, positives, strict=True):
+            if len(copies) == 0:
                 raise DataError(
                     f"{self.documents.store.folder}: lacks the positive {quoted(positive)} (add it "
                     "to the corpus and encode the corpus again)"
                 )
-            other_positives = {*known.tolist(), *copies} - {copies[0]}
-            labels.append(torch.tensor([copies[0], *sorted(other_positives)]))
+            row = copies[:1]
+            others = np.setdiff1d(np.concatenate([self._rows[pairs], copies]), row)
+            labels.append(torch.from_numpy(np.concatenate([row, others])))
         return pad_sequence(labels, batch_first=True, padding_value=NO_ROW)

@@ -1,8 +1,7 @@
 """Encoding of texts with sentence-transformers, and fingerprints of the model that encodes them.
 
-A tower is the part of a model that encodes one kind of texts, queries or documents. A fingerprint
-is a hash that tells whether two models give the same embeddings. Embeddings are not normalised
-here.
+A fingerprint is a hash that is equal for models that give the same embeddings. A tower is the part
+of a model that encodes one kind of texts, queries or documents. Nothing is normalised here.
 """
 
 from __future__ import annotations
@@ -50,10 +49,8 @@ _SIMILARITIES: dict[str, Similarity] = {
 # A larger batch does not fit a CPU's cache: 200 SciFact abstracts by MiniLM on one core take 16.4 s
 # with 32 texts per batch, 14.4 s with 8 and 14.2 s with 4.
 _MAX_CPU_BATCH_SIZE = 8
-_BATCHES_PER_PART = 32  # texts that are encoded between two drawings of the progress bar
-# Settings of a module that hold a maximum length of texts. A module may have one for both kinds, or
-# one for queries and another for documents.
-_LENGTH_SETTINGS = ("max_seq_length", "query_length", "document_length")
+_BATCHES_PER_PART = 32  # between two drawings of the progress bar
+_LENGTH_SETTINGS = ("max_seq_length", "query_length", "document_length")  # of a module
 
 
 def encode_texts(
@@ -66,13 +63,12 @@ def encode_texts(
 ) -> np.ndarray:
     """Encode k texts with a SentenceTransformer, by `encode_query` or `encode_document`.
 
-    Equal texts have equal embeddings to the last bit. Each module keeps its mode, training or
-    evaluation.
+    Equal texts have equal embeddings to the last bit.
 
     Args:
         batch_size: texts per forward pass; on a CPU, a value above 8 counts as 8.
-        precision: "bfloat16" or "float16" for autocast to that type. With "float32" nothing is
-            changed: an autocast that a trainer has entered stays in force.
+        precision: "bfloat16" or "float16" for autocast to that type. With "float32", an autocast
+            that a trainer has entered stays in force.
 
     Returns:
         float32 (k, d), not normalised unless the model normalises.
@@ -90,27 +86,22 @@ def encode_texts(
     autocast: AbstractContextManager[object] = nullcontext()
     if precision != "float32":
         autocast = torch.autocast(model.device.type, getattr(torch, precision))
-    unique_texts = list(dict.fromkeys(texts))
     # The longest texts come first, as in encode(), which does so within each part. So a batch has
     # texts of about the same length, and the time left is not underestimated.
-    order = sorted(range(len(unique_texts)), key=lambda row: -len(unique_texts[row]))
+    unique_texts = sorted(dict.fromkeys(texts), key=len, reverse=True)
     part_size = _BATCHES_PER_PART * batch_size
     encoded = []
-    # encode() leaves a model in evaluation mode. In a training loop that would switch off dropout
-    # from here on.
-    with (
-        without_dropout(model),
-        autocast,
-        tqdm(
-            total=len(order), desc="Encoding", unit=" texts", leave=False, disable=not show_progress
-        ) as progress,
-    ):
-        for start in range(0, len(order), part_size):
-            part = [unique_texts[row] for row in order[start : start + part_size]]
+    num_texts = len(unique_texts)
+    progress = tqdm(
+        total=num_texts, desc="Encoding", unit=" texts", leave=False, disable=not show_progress
+    )
+    # encode() would leave a model without dropout, also in a training loop.
+    with without_dropout(model), autocast, progress:
+        for start in range(0, num_texts, part_size):
+            part = unique_texts[start : start + part_size]
             encoded.append(encode(part, batch_size=batch_size, show_progress_bar=False))
             progress.update(len(part))
-    embeddings = np.empty((len(order), encoded[0].shape[1]), dtype=np.float32)
-    embeddings[order] = np.concatenate(encoded)
+    embeddings = np.concatenate(encoded, dtype=np.float32)
     is_finite = np.isfinite(embeddings).all(axis=1)
     if not is_finite.all():
         text = unique_texts[int(is_finite.argmin())]
@@ -118,19 +109,14 @@ def encode_texts(
         if precision != "float32":
             remedy = "encode with precision float32"
         raise UserError(f"the model gives NaN or infinity for the {kind} {quoted(text)} ({remedy})")
-    if len(unique_texts) == len(texts):
-        return embeddings
     row_of_text = {text: row for row, text in enumerate(unique_texts)}
     return embeddings[[row_of_text[text] for text in texts]]
 
 
 def get_similarity(model: SentenceTransformer, score_function: str | None = None) -> Similarity:
-    """Return the similarity that embeddings are compared by, "cos" or "dot".
+    """Return "cos" or "dot", for a name such as "cos_sim"; None: that of the model, else "cos".
 
-    It is ``score_function``, such as "cos_sim"; None: that of the model, or cosine without one.
-
-    Raises:
-        ConfigError: the similarity is neither cosine nor dot product.
+    Raises `ConfigError` if the similarity is neither cosine nor dot product.
     """
     name = score_function or getattr(model, "similarity_fn_name", None) or "cosine"
     check_choice("the similarity", name, _SIMILARITIES)
@@ -142,13 +128,8 @@ def encoding_identity(
 ) -> dict[str, Any]:
     """Return the ``identity`` of a store: the settings and weights that decide its embeddings.
 
-    ``model`` in the result is the fingerprint of the document tower: a store stays valid when only
-    the query tower is trained.
-
-    Args:
-        precision: type of autocast; see `encode_texts`.
-        dtype: type of the stored embeddings.
-        shard_size: rows per shard.
+    Of the model, it has the document tower alone: a store stays valid when only the query tower is
+    trained. See `CorpusEncoder` for the arguments.
     """
     return {
         "kind": "document",
@@ -173,12 +154,8 @@ def check_store_fits(model: SentenceTransformer, store: EmbeddingStore) -> None:
 
 
 def model_fingerprint(model: Any, kind: Kind | None = None) -> str:
-    """Return `hash_tensors` of a model's saved tensors, or of its tower for one kind of texts.
-
-    A model has the same fingerprint after saving and loading, in any file format.
-    """
-    module = model if kind is None else get_tower(model, kind)
-    return hash_tensors(module.state_dict())
+    """Return `hash_tensors` of a model's saved tensors, or of its tower for one kind of texts."""
+    return hash_tensors((model if kind is None else get_tower(model, kind)).state_dict())
 
 
 def hash_tensors(tensors: Mapping[str, torch.Tensor]) -> str:
@@ -199,30 +176,26 @@ def tokenisation_fingerprint(model: SentenceTransformer, kind: Kind | None = Non
     kind of texts or both.
     """
     if kind is None:
-        query_fingerprint = tokenisation_fingerprint(model, "query")
-        document_fingerprint = tokenisation_fingerprint(model, "document")
-        return Fingerprint(query_fingerprint, document_fingerprint).hex()
+        kinds: tuple[Kind, ...] = ("query", "document")
+        return Fingerprint(*(tokenisation_fingerprint(model, kind) for kind in kinds)).hex()
     prompt = get_prompt(model, kind)
     fingerprint = Fingerprint(prompt, model.default_prompt_name, model.truncate_dim)
     for module in get_tower(model, kind).modules():
-        # Containers are skipped and their modules are hashed one by one: then a model without a
-        # Router has the same fingerprint as one whose towers are tied.
+        # The modules of containers are hashed one by one: then a model without a Router has the
+        # same fingerprint as one whose towers are tied.
         if isinstance(module, (SentenceTransformer, Router)):
             continue
         if hasattr(module, "get_config_dict"):
             config = module.get_config_dict()  # type: ignore[operator]  # torch types it as a tensor
             lengths = {name: config.pop(name, None) for name in _LENGTH_SETTINGS}
             max_length = lengths[f"{kind}_length"] or getattr(module, "max_seq_length", None)
-            # The length for the other kind of texts is left out: it changes nothing here.
             fingerprint.add(type(module).__name__, config, str(max_length))
         tokenizer = getattr(module, "tokenizer", None)
         fast_tokenizer = getattr(tokenizer, "backend_tokenizer", tokenizer)
         if fast_tokenizer is not None and hasattr(fast_tokenizer, "to_str"):
-            tokenizer_settings = json.loads(fast_tokenizer.to_str())
-            # Left out, because every call sets them to values of its own.
-            tokenizer_settings["padding"] = None
-            tokenizer_settings["truncation"] = None
-            fingerprint.add(tokenizer_settings)
+            # Padding and truncation are left out, because every call sets them.
+            fixed = {"padding": None, "truncation": None}
+            fingerprint.add({**json.loads(fast_tokenizer.to_str()), **fixed})
     return fingerprint.hex()
 
 
@@ -232,7 +205,6 @@ class CorpusEncoder:
     Args:
         model_name: name of the model for the result of the store.
         corpus: file or BEIR folder that `read_texts` reads.
-        folder: folder of the store.
         dtype: type of the stored embeddings, "float32" or "float16".
         batch_size, precision: see `encode_texts`.
         shard_size: rows per shard. A killed process loses one shard at most.
@@ -243,8 +215,7 @@ class CorpusEncoder:
 
     Attributes:
         report: counts of the corpus's used and bad records.
-        num_encoded: number of texts that this process encoded. It is smaller than the corpus if
-            other processes, or an earlier run, wrote shards.
+        num_encoded: number of texts that this process encoded.
         is_cut: counts of the different texts among these that are longer than the model reads
             (True), and of the others (False).
 
@@ -303,7 +274,7 @@ class CorpusEncoder:
             return self.writer.fill(passages, encode_shard, rank, world_size)
 
     def describe_cut(self) -> str:
-        """Return a line about the passages that are longer than the model reads; empty if none."""
+        """Return a line about the passages that are longer than the model reads, if any are."""
         if not self.is_cut[True]:
             return ""
         share = 100 * self.is_cut[True] / self.is_cut.total()

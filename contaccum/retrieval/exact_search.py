@@ -1,6 +1,5 @@
-"""Exact search in embeddings, block by block: by FAISS on the CPU, by torch on GPUs.
+"""Exact search in embeddings of any size, block by block: by FAISS on the CPU, by torch on GPUs.
 
-The embeddings are an array or a store of any size, of which only a slice is in memory as float32.
 `DeviceEmbeddings` reads them in blocks on a device, also for a loss over all documents.
 """
 
@@ -47,7 +46,7 @@ def search_slices(
     metric: Similarity,
     show_progress: bool = False,
 ) -> tuple[np.ndarray, np.ndarray]:
-    """Find the k best documents of n queries exactly, on the CPU.
+    """Find the k best documents of n queries on the CPU.
 
     Args:
         corpus: embeddings (N, d) of the documents, of which a slice is in memory as float32.
@@ -63,7 +62,7 @@ def search_slices(
 
     num_rows, dimension = corpus.shape
     # FAISS's threads wait for each other after every block of a product. One thread per group of
-    # queries needs half the CPU time, and on a busy machine a fraction of the wall time.
+    # queries needs half the CPU time.
     num_threads = faiss.omp_get_max_threads()
     num_workers = max(1, min(num_threads, len(queries) // _MIN_QUERIES_PER_THREAD))
     num_groups = max(num_workers, math.ceil(len(queries) / _MAX_QUERIES_PER_GROUP))
@@ -81,21 +80,15 @@ def search_slices(
         initializer=faiss.omp_set_num_threads,
         initargs=(num_threads // num_workers,),
     )
-    # By default, FAISS uses BLAS only if queries x dimensions reach 128,000. Below that, products
-    # are computed one by one, which takes up to ten times as long. Now eight queries are enough.
+    progress = tqdm(
+        total=num_rows, desc="Searching", unit=" rows", leave=False, disable=not show_progress
+    )
+    # By default, FAISS uses BLAS only if queries x dimensions reach 128,000, and needs up to ten
+    # times as long below that. Now eight queries are enough.
     blas_threshold = faiss.cvar.distance_compute_blas_threshold
     faiss.cvar.distance_compute_blas_threshold = 8 * dimension
     try:
-        with (
-            workers,
-            tqdm(
-                total=num_rows,
-                desc="Searching",
-                unit=" rows",
-                leave=False,
-                disable=not show_progress,
-            ) as progress,
-        ):
+        with workers, progress:
             for start, documents in list_slices(corpus, metric):
                 add = partial(add_results, documents, start)
                 # list() waits for all groups, and raises the error of a group that failed.
@@ -115,9 +108,7 @@ def prepare_vectors(
     first_row: int = 0,
     out: np.ndarray | None = None,
 ) -> np.ndarray:
-    """Return n vectors as contiguous float32 (n, d), L2-normalised if the metric is "cos".
-
-    A zero vector stays zero. The vectors themselves are not changed.
+    """Return n vectors as contiguous float32 (n, d), with "cos" as an L2-normalised copy.
 
     Args:
         description, first_row: name and number of the first vector in errors.
@@ -134,10 +125,8 @@ def prepare_vectors(
         raise _make_vector_error(description, first_row + int(np.flatnonzero(~is_finite)[0]))
     if metric == "dot":
         return vectors
-    divisors = np.where(norms > 0, norms, 1)[:, None]
-    if out is not None:
-        out = out[: len(vectors)]
-    return np.divide(vectors, divisors, out=out)
+    divisors = np.where(norms > 0, norms, 1)[:, None]  # a zero vector stays zero
+    return np.divide(vectors, divisors, out=None if out is None else out[: len(vectors)])
 
 
 def _make_vector_error(description: str, row: int) -> UserError:
@@ -155,14 +144,14 @@ def list_slices(embeddings: Embeddings, metric: Similarity) -> Iterator[tuple[in
     if metric == "cos":
         # Reused, because allocating memory for every slice costs more than writing to it.
         buffer = np.empty((size, dimension), dtype=np.float32)
-    for start, block in list_blocks(embeddings, size):
+    for start, block in list_blocks(embeddings, size, range(num_rows)):
         yield start, prepare_vectors(block, metric, "document embedding", start, buffer)
 
 
 def search_on_devices(
     parts: Sequence[DeviceEmbeddings], queries: np.ndarray, k: int, metric: Similarity
 ) -> tuple[np.ndarray, np.ndarray]:
-    """Find the k best documents of n queries exactly by torch. Each device searches its part.
+    """Find the k best documents of n queries by torch. Each device searches its part.
 
     `search_slices` describes queries, metric and result. A GPU without memory for the scores of a
     slice raises torch.OutOfMemoryError.
@@ -211,9 +200,8 @@ class DeviceEmbeddings:
     """Some of N embeddings, from ``first_row`` to ``end_row``, read in blocks on a device.
 
     On a GPU, the embeddings stay in its memory if it has room. Otherwise their blocks are copied to
-    it each time they are read, and the next block is copied while the GPU works on this one. There
-    and on the way to it, they have the number type of the array or the store. An array must not
-    change.
+    it each time they are read, and the next block is copied while the GPU works on this one. They
+    keep the number type of the array, which must not change, or of the store.
     """
 
     def __init__(
@@ -227,9 +215,7 @@ class DeviceEmbeddings:
         self.device = device
         self.first_row = first_row
         self._num_rows = (len(embeddings) if end_row is None else end_row) - first_row
-        self._dtype = np.dtype(embeddings.dtype)
-        if self._dtype != np.float16:
-            self._dtype = np.dtype(np.float32)
+        self._dtype = np.dtype("float16" if embeddings.dtype == "float16" else "float32")
         self._rows_per_block = _ROWS_PER_BLOCK_ON_CPU
         if device.type == "cuda":
             bytes_per_row = self._dtype.itemsize * embeddings.shape[1]
@@ -242,8 +228,7 @@ class DeviceEmbeddings:
         if self._norms is None:
             norms = [torch.empty(0, device=self.device)]
             for _, block in self._read():
-                for part in block.split(self._rows_per_block):
-                    norms.append(part.float().norm(dim=1))
+                norms += [part.float().norm(dim=1) for part in block.split(self._rows_per_block)]
             self._norms = torch.cat(norms)
         return self._norms
 
@@ -266,11 +251,9 @@ class DeviceEmbeddings:
         if self._num_rows == 0:
             return
         if self._kept is None and self._fits():
-            kept = torch.empty(
-                (self._num_rows, self._embeddings.shape[1]),
-                dtype=getattr(torch, self._dtype.name),
-                device=self.device,
-            )
+            shape = (self._num_rows, self._embeddings.shape[1])
+            dtype = getattr(torch, self._dtype.name)
+            kept = torch.empty(shape, dtype=dtype, device=self.device)
             for first_row, block in self._copy():
                 start = first_row - self.first_row
                 kept[start : start + len(block)] = block
@@ -294,9 +277,9 @@ class DeviceEmbeddings:
             for first_row, block in self._read_host():
                 yield first_row, block.to(self.device)
             return
-        # Blocks alternate between two places in page-locked memory of the host and two in the
-        # memory of the GPU. A stream of its own copies a block while the GPU works on the last one,
-        # and a thread reads it from the file while this thread gives the GPU its work.
+        # Blocks alternate between two places in page-locked memory of the host and two on the GPU.
+        # A stream of its own copies a block while the GPU works on the last one, and a thread reads
+        # it from the file while this thread gives the GPU its work.
         shape = (2, self._rows_per_block, self._embeddings.shape[1])
         dtype = getattr(torch, self._dtype.name)
         on_host = torch.empty(shape, dtype=dtype, pin_memory=True)
@@ -338,21 +321,16 @@ class DeviceEmbeddings:
 
     def _read_host(self) -> Iterator[tuple[int, Tensor]]:
         """Yield the first row and the embeddings of each block, on the host."""
-        end_row = self.first_row + self._num_rows
-        for first_row, block in list_blocks(self._embeddings, self._rows_per_block):
-            if first_row >= end_row:
-                return
-            start = max(first_row, self.first_row)
-            block = block[start - first_row : end_row - first_row]
-            if len(block) > 0:
-                # torch accepts neither a reversed array nor, without a warning, a read-only one.
-                yield start, torch.from_numpy(np.require(block, self._dtype, ("C", "W")))
+        rows = range(self.first_row, self.first_row + self._num_rows)
+        for first_row, block in list_blocks(self._embeddings, self._rows_per_block, rows):
+            # torch accepts neither a reversed array nor, without a warning, a read-only one.
+            yield first_row, torch.from_numpy(np.require(block, self._dtype, ("C", "W")))
 
 
-def list_blocks(embeddings: Embeddings, size: int) -> Iterator[tuple[int, np.ndarray]]:
-    """Yield the first row and the embeddings, of at most ``size`` rows, of each block."""
+def list_blocks(embeddings: Embeddings, size: int, rows: range) -> Iterator[tuple[int, np.ndarray]]:
+    """Yield the first row and the embeddings of each block of at most ``size`` rows."""
     if isinstance(embeddings, EmbeddingStore):
-        yield from embeddings.blocks(size)
+        yield from embeddings.blocks(size, rows)
         return
-    for first_row in range(0, len(embeddings), size):
-        yield first_row, embeddings[first_row : first_row + size]
+    for first_row in rows[::size]:
+        yield first_row, embeddings[first_row : min(first_row + size, rows.stop)]

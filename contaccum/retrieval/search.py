@@ -46,21 +46,20 @@ GetIds = Callable[[np.ndarray], Sequence[str] | np.ndarray]
 # Number of results that an exact search returns beyond the k best. If the documents at positions k
 # and k + 1 have equal scores, the ids decide which of them is among the k best.
 _NUM_EXTRA_RESULTS = 32
-# FAISS warns below 39 training points per centroid.
-_TRAINING_POINTS_PER_CENTROID = 64
-# Minimum of training points, for factories with further centroids, such as those of PQ codes.
-_MIN_TRAINING_POINTS = 2**16
+_TRAINING_POINTS_PER_CENTROID = 64  # FAISS warns below 39
+_MIN_TRAINING_POINTS = 2**16  # for factories with further centroids, such as those of PQ codes
 _QUERIES_PER_LOOKUP = 4096  # queries whose documents' ids are read together, shard by shard
 _REMEDY_FOR_FILE = "name another file, or remove it to build it anew"
 
 logger = logging.getLogger(__name__)
 
 
+@dataclass
 class FaissSearcher:
-    """Searcher that encodes a corpus and queries with one model, for BEIR's `EvaluateRetrieval`.
+    """Searcher with the interface of BEIR's, for `EvaluateRetrieval`.
 
     Args:
-        model: a SentenceTransformer, which stays on its device.
+        model: a SentenceTransformer, which encodes the corpus and the queries on its device.
         batch_size, precision: see `encode_texts`.
         index, index_parameters: FAISS factory string and search parameters; see `build_index`.
         embeddings: embeddings (n, d) of all queries, or of all documents, in place of the model's.
@@ -70,24 +69,14 @@ class FaissSearcher:
             ``recall`` (see `recall_against_exact`).
     """
 
-    def __init__(
-        self,
-        model: SentenceTransformer,
-        batch_size: int = 32,
-        index: str = "Flat",
-        index_parameters: str | None = None,
-        precision: str = "float32",
-        show_progress_bar: bool = True,
-        embeddings: Mapping[Kind, Embeddings] | None = None,
-    ) -> None:
-        self.model = model
-        self.batch_size = batch_size
-        self.index = index
-        self.index_parameters = index_parameters
-        self.precision = precision
-        self.show_progress_bar = show_progress_bar
-        self.embeddings = embeddings or {}
-        self.search_details: dict[str, int | dict[str, float]] = {}
+    model: SentenceTransformer
+    batch_size: int = 32
+    index: str = "Flat"
+    index_parameters: str | None = None
+    precision: str = "float32"
+    show_progress_bar: bool = True
+    embeddings: Mapping[Kind, Embeddings] | None = None
+    search_details: dict[str, int | dict[str, float]] = field(default_factory=dict, init=False)
 
     def search(
         self,
@@ -116,8 +105,8 @@ class FaissSearcher:
         metric = get_similarity(self.model, score_function)
         query_embeddings = self._encode("query", list(queries.values()))
         assert isinstance(query_embeddings, np.ndarray)  # only documents may be those of a store
-        dimension = query_embeddings.shape[1]
-        check_factory(self.index, dimension, len(corpus), metric, self.index_parameters)
+        # Before the documents are encoded, which may take hours.
+        check_factory(self.index, query_embeddings.shape[1], len(corpus), self.index_parameters)
         document_embeddings = self._encode("document", get_passage_texts(corpus))
         index = build_index(
             document_embeddings, self.index, metric, list(corpus), self.index_parameters
@@ -135,7 +124,7 @@ class FaissSearcher:
         return run
 
     def _encode(self, kind: Kind, texts: Sequence[str]) -> Embeddings:
-        if kind in self.embeddings:
+        if self.embeddings is not None and kind in self.embeddings:
             return self.embeddings[kind]
         return encode_texts(
             self.model, texts, kind, self.batch_size, self.precision, self.show_progress_bar
@@ -178,17 +167,13 @@ def build_index(
     """Index N embeddings of d dimensions.
 
     Args:
-        embeddings: an array (N, d), or a store. "Flat" copies nothing: an array must not change
-            as long as the index is used.
+        embeddings: an array (N, d), or a store. "Flat" copies nothing: the array must not change.
         factory: FAISS factory string. "Flat" is exact and runs on the GPUs of `find_gpus`, else
             on the CPU. "HNSW32", "IVF1024,Flat", "SQ8", "OPQ16_64,IVF256,PQ16" and others trade
             exactness for speed or memory. With faiss-gpu, inverted files with flat vectors, PQ or
             SQ are built on the first GPU and searched on all of them; others run on the CPU.
-        metric: "cos" or "dot"; None: the similarity of the store, "cos" for an array. With "cos",
-            normalised copies are compared; the array of the caller does not change.
-        ids: N document ids; None: those of the store, or the row numbers of an array. Documents
-            with equal scores are ordered by id, descending, as by trec_eval; row numbers are
-            compared as numbers.
+        metric: "cos" or "dot"; None: the similarity of the store, "cos" for an array.
+        ids: N document ids; None: those of the store, or the row numbers of an array.
         parameters: FAISS search parameters, such as "nprobe=32" or "efSearch=128". Unless they have
             another ``nprobe``, one eighth of the lists of an inverted file is searched.
 
@@ -200,7 +185,7 @@ def build_index(
 
     num_rows, dimension = embeddings.shape
     metric = metric or getattr(embeddings, "similarity", None) or "cos"
-    index, parameters = check_factory(factory, dimension, num_rows, metric, parameters)
+    index, parameters = check_factory(factory, dimension, num_rows, parameters)
     get_ids: GetIds = np.asarray  # row numbers
     if ids is not None:
         get_ids = np.array(ids, dtype=object).__getitem__
@@ -288,9 +273,8 @@ def open_index(
 ) -> DenseIndex:
     """Open the index of a store from a file, memory-mapped; without a file, build and write it.
 
-    FAISS does not check what it reads: never open a file from an untrusted source. The file
-    PATH.json beside the index records store, factory and metric. The arguments are those of
-    `build_index`; the factory is not "Flat".
+    FAISS does not check what it reads: never open a file from an untrusted source. PATH.json beside
+    it records store, factory and metric. For the arguments see `build_index`; "Flat" has no file.
 
     Raises:
         DataError: the file belongs to another store, factory or metric, or FAISS cannot read it.
@@ -302,19 +286,16 @@ def open_index(
     description_path = Path(f"{path}.json")
     description = {"fingerprint": store.fingerprint, "factory": factory, "metric": metric}
     if not path.exists():
-        # FAISS writes search parameters into the file, and they would stay in force when it is
-        # opened without parameters. So the index is built without them.
-        index = build_index(store, factory, metric)
-        assert index.faiss_index is not None, "a Flat index has no file"
+        # Search parameters are left out: they would stay in force whenever the file is opened.
+        faiss_index = build_index(store, factory, metric).faiss_index
+        assert faiss_index is not None, "a Flat index has no file"
         # The description is written first: an index file without one would be refused.
         origin = {"store": str(store.folder), "faiss": faiss.__version__}
         write_json(description_path, {**description, **origin})
         # FAISS does not notice a full disk when it closes a file of its own.
         with atomic_file(path) as part, part.open("wb") as file:
             writer = faiss.PyCallbackIOWriter(file.write)  # type: ignore[attr-defined]  # in C++
-            faiss.write_index(index.faiss_index, writer)
-        index.parameters = _set_parameters(index.faiss_index, factory, parameters)
-        return index
+            faiss.write_index(faiss_index, writer)
     stored = read_json(description_path)
     stored_description = {name: stored.get(name) for name in description}
     changes = work.list_changes(stored_description, description)
@@ -339,9 +320,8 @@ def search(
     Returns:
         Scores, float32 (n, min(k, N)), and rows, int64 (n, min(k, N)), of each query's documents:
         by score, and for equal scores by id, both descending. (If more than 32 documents have the
-        score of position k, or the index is approximate, any of these may be left out.) An
-        approximate index may find fewer documents; then the last entries are row -1 with score
-        -inf.
+        score of position k, any of these may be left out.) An approximate index may find fewer
+        documents; then the last entries are row -1 with score -inf.
 
     Raises:
         DataError: queries and documents have different dimensions.
@@ -373,7 +353,7 @@ def search(
         found = search_slices(index.corpus, queries, num_results, index.metric, show_progress)
     scores, rows = found
     scores[rows < 0] = -np.inf
-    _order_ties_by_id(index.ids, scores, rows)
+    _order_ties_by_id(index, scores, rows)
     return scores[:, :k], rows[:, :k]
 
 
@@ -395,17 +375,16 @@ def _search_on_gpus(
     return search_on_devices(index._on_gpus, queries, k, index.metric)
 
 
-def _order_ties_by_id(get_ids: GetIds, scores: np.ndarray, rows: np.ndarray) -> None:
-    """Order documents with equal scores by id, descending, in place; all arrays are (n, k).
+def _order_ties_by_id(index: DenseIndex, scores: np.ndarray, rows: np.ndarray) -> None:
+    """Order documents with equal scores by id, descending, in place; both arrays are (n, k).
 
     This is the order of trec_eval, so metrics do not depend on how many documents are kept.
     """
     equals_previous = (scores[:, 1:] == scores[:, :-1]) & (rows[:, 1:] >= 0)
     for line in np.flatnonzero(equals_previous.any(axis=1)).tolist():
-        found = np.flatnonzero(rows[line] >= 0)
-        keys = list(zip(scores[line, found].tolist(), get_ids(rows[line, found]), strict=True))
-        order = sorted(range(len(found)), key=keys.__getitem__, reverse=True)
-        rows[line, found] = rows[line, found[order]]
+        found = rows[line][rows[line] >= 0]  # the last rows may be -1
+        hits = zip(scores[line].tolist(), index.ids(found), found.tolist(), strict=False)
+        rows[line, : len(found)] = [row for _, _, row in sorted(hits, reverse=True)]
 
 
 def list_hits(
@@ -417,7 +396,6 @@ def list_hits(
         found_rows = np.unique(group[group >= 0])
         id_of_row = dict(zip(found_rows.tolist(), index.ids(found_rows), strict=True))
         for query_rows, query_scores in zip(group, scores[start:], strict=False):
-            # Where an approximate index finds fewer than k documents, the last rows are -1.
             ids = [id_of_row[row] for row in query_rows.tolist() if row >= 0]
             yield dict(zip(ids, query_scores.tolist(), strict=False))
 
@@ -425,7 +403,7 @@ def list_hits(
 def recall_against_exact(
     index: DenseIndex, queries: np.ndarray, rows: np.ndarray, show_progress: bool = False
 ) -> dict[str, float] | None:
-    """Return the share of the exact results that an approximate index found.
+    """Return the share of the exact results that an approximate index found; None if it is exact.
 
     Args:
         queries: float32 (n, d). At most 100 of them, evenly spread, are searched for again,
@@ -433,8 +411,7 @@ def recall_against_exact(
         rows: (n, k), the rows that `search` returned for them.
 
     Returns:
-        {"queries": number of compared queries, "recall@k": share}; None for an exact index or no
-        query.
+        {"queries": number of compared queries, "recall@k": share}.
     """
     if index.faiss_index is None or len(queries) == 0:
         return None
@@ -449,21 +426,15 @@ def recall_against_exact(
 
 
 def check_factory(
-    factory: str,
-    dimension: int,
-    n: int,
-    metric: Similarity = "cos",
-    parameters: str | None = None,
+    factory: str, dimension: int, num_rows: int, parameters: str | None = None
 ) -> tuple[faiss.Index, str | None]:
-    """Return an empty FAISS index for n embeddings, and its search parameters.
+    """Return an empty FAISS index for some embeddings, and its search parameters.
 
-    Commands call it before hours of encoding. Only `build_index` finds that n is too small to train
-    other parts than inverted lists, such as codes.
+    Only `build_index` finds that there are too few rows to train codes.
 
     Raises:
         ConfigError: FAISS does not accept the factory or the parameters, the factory does not
-            work with that dimension or inner products, or n is smaller than the number of inverted
-            lists.
+            work with that dimension or inner products, or there are fewer rows than inverted lists.
     """
     import faiss
 
@@ -475,9 +446,10 @@ def check_factory(
             f"({_get_reason(error)}); 'Flat' always works"
         ) from error
     num_lists = _count_inverted_lists(index)
-    if n < num_lists:
+    if num_rows < num_lists:
         raise ConfigError(
-            f"index {factory!r} needs {num_lists} vectors to train, the corpus has {n}; use 'Flat'"
+            f"index {factory!r} needs {num_lists} vectors to train, the corpus has {num_rows}; use "
+            "'Flat'"
         )
     return index, _set_parameters(index, factory, parameters)
 
@@ -493,9 +465,8 @@ def _set_parameters(index: faiss.Index, factory: str, parameters: str | None) ->
         default = f"nprobe={math.ceil(num_lists / 8)}"
     space: Any = faiss.ParameterSpace()  # FAISS's type stub has only one of the two overloads
     try:
-        for values in (default, parameters):
-            if values:
-                space.set_index_parameters(index, values)
+        for values in filter(None, (default, parameters)):
+            space.set_index_parameters(index, values)
     except RuntimeError as error:
         raise ConfigError(
             f"index {factory!r} does not take parameters {parameters!r} (correct or drop them)"
@@ -511,6 +482,5 @@ def _count_inverted_lists(index: faiss.Index) -> int:
 
 
 def _get_reason(error: Exception) -> str:
-    """Return the message of a FAISS error without FAISS's source file and line number."""
-    message = " ".join(str(error).split())
-    return re.sub(r"^Error in .*?:\d+: (Error: )?", "", message)
+    """Return the message of an error in one line, without FAISS's source file and line number."""
+    return re.sub(r"^Error in .*?:\d+: (Error: )?", "", " ".join(str(error).split()))

@@ -7,11 +7,9 @@
         ids.arrow         ids of the rows: Arrow IPC, one column ``id`` of strings
         passages.arrow    columns ``title`` and ``text`` of strings, unless they are left out
         texts.npy         hashes of the texts, int64 (n,); training looks up positives by them
-        result.json       rows, dimension, size of each file, fingerprint of the corpus up to the
-                          last row of this shard
-    parquet/              for vector databases and other programs; see `write_parquet`
-        shard-00000.parquet
-    bm25/                 index of the words of all texts, as bm25s saves it; see `bm25.write_index`
+        result.json       rows, dimension, file sizes, fingerprint of the corpus up to this shard
+    parquet/              a file for each shard; see `write_parquet`
+    bm25/                 see `contaccum.retrieval.bm25.write_index`
 
 A shard appears as a whole or not at all. So a killed process loses only the shard that it was
 writing, and several processes may write to the same folder. No file holds a pickle.
@@ -43,7 +41,6 @@ TOKENISATION = "tokenizer, prompt, maximum length, pooling or dimension"
 """A name in the identity, which messages show."""
 STORED = ("float32", "float16")
 """Types of stored embeddings."""
-
 EMBEDDINGS_FILE = "embeddings.npy"
 IDS_FILE = "ids.arrow"
 PASSAGES_FILE = "passages.arrow"
@@ -51,9 +48,7 @@ TEXTS_FILE = "texts.npy"
 PARQUET_FOLDER = "parquet"
 BM25_FOLDER = "bm25"
 
-# Programs read one row group of a parquet file at a time. With 768 dimensions in float32, a group
-# has 25 MB.
-_ROWS_PER_GROUP = 8192
+_ROWS_PER_GROUP = 8192  # of parquet, which programs read at a time: 25 MB with 768 dimensions
 _REPLACE_REMEDY = (
     "name another folder, or remove this store; contaccum encode does so with --overwrite"
 )
@@ -66,13 +61,11 @@ class EmbeddingStore:
     ``store[10:20]`` and ``store[[7, 3]]`` are float32 copies; memory holds these rows alone.
 
     Attributes:
-        folder: the path of the store's folder.
         metadata: its identity and its result.
         shape: (N, d).
         dtype: type of the embeddings on disk, one of `STORED`.
         similarity: "cos" or "dot", the similarity function of the model.
         shard_size: number of rows in a shard; the last shard may have fewer.
-        num_shards: number of shards.
         get_embeddings: function that maps the embeddings (n, d) of the shard of a number.
     """
 
@@ -84,6 +77,7 @@ class EmbeddingStore:
         self.dtype: str = metadata["dtype"]
         self.shard_size: int = metadata["shard_size"]
         self.num_shards = -(-len(self) // self.shard_size)  # rounded up
+        self.has_passages = bool(metadata.get("passages"))  # titles and texts
         self.get_embeddings = cache(self._map_embeddings)
         self._get_table = cache(self._map_table)
 
@@ -125,10 +119,9 @@ class EmbeddingStore:
         """Return the embeddings of n rows, in the order of the request, as float32 (n, d).
 
         Rows are a slice, or a list or array of integers from 0; ascending ones are read fastest.
-        Others raise IndexError.
         """
         if isinstance(rows, slice):
-            rows = np.arange(*rows.indices(len(self)))
+            rows = range(len(self))[rows]
         embeddings = np.empty((len(rows), self.shape[1]), dtype=np.float32)
         for shard_number, positions, rows_in_shard in self._group_by_shard(rows):
             embeddings[positions] = self.get_embeddings(shard_number)[rows_in_shard]
@@ -142,16 +135,8 @@ class EmbeddingStore:
             ids[positions] = shard_ids.take(rows_in_shard).to_pylist()
         return ids.tolist()
 
-    @property
-    def has_passages(self) -> bool:
-        """Whether the store holds titles and texts."""
-        return bool(self.metadata.get("passages"))
-
     def get_passages(self, shard_number: int) -> pa.Table:
-        """Return the columns ``id``, ``title`` and ``text`` of a shard, memory-mapped.
-
-        Raises `DataError` if the store holds no texts.
-        """
+        """Return the columns id, title and text of a shard, mapped; `DataError` without texts."""
         if not self.has_passages:
             raise DataError(
                 f"{self.folder}: has no texts (encode with --overwrite and without --no_texts)"
@@ -164,12 +149,10 @@ class EmbeddingStore:
         import pyarrow as pa
         import pyarrow.compute as pc
 
-        wanted = pa.array(list(ids), pa.string())
-        found: dict[str, tuple[str, str]] = {}
-        for shard_number in range(self.num_shards):
-            passages = self.get_passages(shard_number)
-            rows = pc.indices_nonzero(pc.is_in(passages["id"], value_set=wanted))
-            for passage in passages.take(rows).to_pylist():
+        is_wanted = pc.is_in(pc.field("id"), pa.array(list(ids), pa.string()))
+        found = {}
+        for passages in map(self.get_passages, range(self.num_shards)):
+            for passage in passages.filter(is_wanted).to_pylist():
                 found[passage["id"]] = (passage["title"], passage["text"])
         return found
 
@@ -178,16 +161,13 @@ class EmbeddingStore:
         shards = range(self.num_shards)
         return np.concatenate([self._map_array(shard, TEXTS_FILE, (), "int64") for shard in shards])
 
-    def blocks(self, size: int) -> Iterator[tuple[int, np.ndarray]]:
-        """Yield first row and embeddings (n, d), in the store's type, of blocks of ``size`` rows.
-
-        A block ends with its shard. It is a view of the mapped file, and must not be changed.
-        """
-        for shard_number in range(self.num_shards):
-            embeddings = self.get_embeddings(shard_number)
-            shard_start = shard_number * self.shard_size
-            for first in range(0, len(embeddings), size):
-                yield shard_start + first, embeddings[first : first + size]
+    def blocks(self, size: int, rows: range) -> Iterator[tuple[int, np.ndarray]]:
+        """Yield first row and embeddings (n, d) of blocks of ``size`` rows: views of the files."""
+        for start in range(0, rows.stop, self.shard_size):
+            end = min(start + self.shard_size, rows.stop)
+            for first in range(max(start, rows.start), end, size):
+                embeddings = self.get_embeddings(start // self.shard_size)
+                yield first, embeddings[first - start : min(first + size, end) - start]
 
     def _group_by_shard(
         self, rows: Sequence[int] | np.ndarray
@@ -202,18 +182,17 @@ class EmbeddingStore:
             raise IndexError(
                 f"{self.folder}: rows must be a list of integers from 0 to {len(self) - 1}"
             )
-        row_numbers = row_numbers.astype(np.int64)  # the shard size exceeds the smaller types
-        shard_numbers = row_numbers // self.shard_size
+        # As int64, because the shard size exceeds the smaller types.
+        shard_numbers, rows_in_shards = np.divmod(row_numbers.astype(np.int64), self.shard_size)
         for shard_number in np.unique(shard_numbers).tolist():
             positions = np.flatnonzero(shard_numbers == shard_number)
-            yield shard_number, positions, row_numbers[positions] - shard_number * self.shard_size
+            yield shard_number, positions, rows_in_shards[positions]
 
     def _map_embeddings(self, shard_number: int) -> np.ndarray:
         import torch
 
-        # The map lives as long as the store: mapping anew for each pass over it would take a fifth
-        # of the pass. Many systems allow a process 1,024 open files or fewer; numpy keeps the file
-        # of a map open, torch does not.
+        # The map lives as long as the store, because mapping takes a fifth of a pass over it. Of
+        # 1,024 open files that a process may have, numpy keeps one for each map, torch does not.
         array = self._map_array(shard_number, EMBEDDINGS_FILE, self.shape[1:], self.dtype)
         start = array.offset // array.itemsize  # after the header of the file
         dtype = getattr(torch, self.dtype)
@@ -241,9 +220,7 @@ class EmbeddingStore:
         path = self.folder / get_shard_name(shard_number) / name
         with pa.memory_map(str(path)) as source, pa.ipc.open_file(source) as reader:
             table = reader.read_all()  # it stays mapped, and the file is closed
-        # Arrow does not check offsets when it reads rows: in a broken file they may point outside
-        # the mapped memory.
-        table.validate(full=True)
+        table.validate(full=True)  # offsets in a broken file may point outside the mapped memory
         return table
 
     def _count_rows(self, shard_number: int) -> int:
@@ -255,11 +232,10 @@ class StoreWriter:
 
     Args:
         folder: a new folder, or that of a store of the same identity, which is continued.
-        identity: the settings that decide the embeddings, as JSON values; see
-            `contaccum.retrieval.encode.encoding_identity`.
+        identity: see `contaccum.retrieval.encode.encoding_identity`.
         notes: further entries for the result.
         overwrite: remove a store that is in the folder.
-        has_passages: True: the store holds titles and texts, for `EmbeddingStore.get_passages`.
+        has_passages: True: the store holds titles and texts.
 
     Raises:
         UserError: the folder holds other work or files, or it cannot be written to.
@@ -278,8 +254,8 @@ class StoreWriter:
         identity = {"work": STORE, **identity}
         if overwrite and work.read_identity(self.folder):
             (self.folder / work.RESULT_FILE).unlink(missing_ok=True)
-            for name in (PARQUET_FOLDER, BM25_FOLDER, "shard-*"):
-                for path in list(self.folder.glob(f"{name}/")):
+            for path in [*self.folder.glob("*/")]:
+                if path.name in (PARQUET_FOLDER, BM25_FOLDER) or path.match("shard-*"):
                     shutil.rmtree(path)
             work.write_identity(self.folder, identity)
         work.require_same_work(self.folder, identity, _REPLACE_REMEDY)
@@ -294,60 +270,53 @@ class StoreWriter:
         rank: int = 0,
         world_size: int = 1,
     ) -> bool:
-        """Encode and write the shards that are missing.
+        """Encode and write the shards that are missing; return True if the store is finished.
 
-        Every shard that exists must come from the same corpus. This is checked before a later shard
-        is encoded, and again at the end. Memory holds the texts and embeddings of one shard.
+        Memory holds the texts and embeddings of one shard.
 
         Args:
             passages: (id, title, text) of each passage of the corpus; ids are distinct.
             encode: function that returns the embeddings of n texts, float32 (n, d).
             rank, world_size: this process encodes every ``world_size``-th shard, from ``rank`` on.
 
-        Returns:
-            True if the store is finished.
-
         Raises:
             DataError: the store has shards of another corpus, or there is no passage.
             UserError: the disk is full or cannot be written to.
         """
         remaining = iter(passages)
-        corpus = files.Fingerprint()  # of all passages up to the current shard
+        corpus = files.Fingerprint()
         fingerprints: list[str] = []  # of the corpus up to the end of each shard
         num_rows = 0
         finished = work.read_result(self.folder)
         while shard_passages := list(islice(remaining, self.identity["shard_size"])):
             for passage in shard_passages:
                 corpus.add(*passage)
-            shard_number = len(fingerprints)
+            number = len(fingerprints)
             fingerprints.append(corpus.hex())
             if finished is not None and num_rows >= finished["rows"]:
                 raise self._other_corpus_error()  # a finished store gets no further shard
-            is_missing = self._read_shard(shard_number, fingerprints[-1]) is None
-            if is_missing and shard_number % world_size == rank:
-                texts = [passage_text(title, text) for _, title, text in shard_passages]
-                fingerprint = fingerprints[-1]
-                self._write_shard(shard_number, shard_passages, texts, encode(texts), fingerprint)
+            is_missing = self._read_shard(number, corpus.hex()) is None
+            if is_missing and number % world_size == rank:
+                self._write_shard(number, shard_passages, encode, corpus.hex())
             num_rows += len(shard_passages)
         if num_rows == 0:
             raise DataError(
                 f"{self.folder}: nothing to encode: the corpus has no usable passage (correct the "
                 "corpus file)"
             )
-        dimension = None
-        for shard_number, fingerprint in enumerate(fingerprints):
-            shard = self._read_shard(shard_number, fingerprint)
+        shards = []
+        for number, fingerprint in enumerate(fingerprints):
+            shard = self._read_shard(number, fingerprint)
             if shard is None:
                 return False  # other processes still write; the last of them finishes the store
-            dimension = shard["dimension"]
+            shards.append(shard)
         if (self.folder / get_shard_name(len(fingerprints))).exists():
             raise self._other_corpus_error()
         if finished is None:
-            corpus_note = {**self.notes.get("corpus", {}), "fingerprint": fingerprints[-1]}
-            counts = {"rows": num_rows, "dimension": dimension, "corpus": corpus_note}
+            counts = {"rows": num_rows, "dimension": shards[0]["dimension"]}
+            counts["corpus"] = {**self.notes.get("corpus", {}), "fingerprint": fingerprints[-1]}
             # An earlier start may have written some shards without them.
-            shards = (self.folder / get_shard_name(number) for number in range(len(fingerprints)))
-            counts["passages"] = all((shard / PASSAGES_FILE).exists() for shard in shards)
+            counts["passages"] = all(PASSAGES_FILE in shard["files"] for shard in shards)
             work.finish(self.folder, {**self.notes, **counts, **files.provenance()})
         return True
 
@@ -362,19 +331,18 @@ class StoreWriter:
         self,
         shard_number: int,
         passages: Sequence[tuple[str, str, str]],
-        texts: list[str],
-        embeddings: np.ndarray,
+        encode: Callable[[list[str]], np.ndarray],
         fingerprint: str,
     ) -> None:
         import pyarrow as pa
 
-        values = np.ascontiguousarray(embeddings, dtype=self.identity["dtype"])
-        columns = {}
-        for name, column in zip(("id", "title", "text"), zip(*passages, strict=True), strict=True):
-            columns[name] = pa.array(column, pa.large_string() if name == "text" else pa.string())
-        tables = {IDS_FILE: pa.table({"id": columns.pop("id")})}
+        texts = [passage_text(title, text) for _, title, text in passages]
+        values = np.ascontiguousarray(encode(texts), dtype=self.identity["dtype"])
+        ids, titles, bodies = zip(*passages, strict=True)
+        tables = {IDS_FILE: pa.table([pa.array(ids, pa.string())], ["id"])}
         if self.has_passages:
-            tables[PASSAGES_FILE] = pa.table(columns)
+            columns = [pa.array(titles, pa.string()), pa.array(bodies, pa.large_string())]
+            tables[PASSAGES_FILE] = pa.table(columns, ["title", "text"])
         with files.atomic_folder(self.folder / get_shard_name(shard_number)) as folder:
             np.save(folder / EMBEDDINGS_FILE, values, allow_pickle=False)
             np.save(folder / TEXTS_FILE, text_ids(texts), allow_pickle=False)
@@ -397,10 +365,9 @@ def get_shard_name(shard_number: int) -> str:
 def write_parquet(store: EmbeddingStore, show_progress: bool = False) -> Path:
     """Write ids, titles, texts and embeddings of a store to its folder ``parquet``; return that.
 
-    Each shard becomes a file, with its rows in the order of the store and the columns ``id``,
-    ``title`` and ``text`` (strings) and ``embedding`` (fixed_size_list<float32 or float16, d>: the
-    values of the store). Memory holds one shard. Nothing is done if the folder exists: it appears
-    when all files are complete.
+    Each shard becomes a file, with the columns ``id``, ``title`` and ``text`` (strings) and
+    ``embedding`` (fixed_size_list<float32 or float16, d>, the values of the store). Memory holds
+    one shard. Nothing is done if the folder exists: it appears when all files are complete.
 
     Raises:
         DataError: the store holds no texts.
@@ -422,7 +389,6 @@ def write_parquet(store: EmbeddingStore, show_progress: bool = False) -> Path:
                 store.get_passages(shard_number).append_column("embedding", column),
                 new_folder / f"{get_shard_name(shard_number)}.parquet",
                 row_group_size=_ROWS_PER_GROUP,
-                # A dictionary of repeated values would only cost time: embeddings hardly repeat.
-                use_dictionary=False,
+                use_dictionary=False,  # embeddings hardly repeat
             )
     return folder

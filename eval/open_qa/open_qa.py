@@ -39,7 +39,7 @@ from contaccum.data.rows import (
     read_lines,
 )
 from contaccum.errors import DataError, UserError, quoted
-from contaccum.evaluation.metrics import check_k_values, sort_as_trec_eval
+from contaccum.evaluation.metrics import sort_as_trec_eval
 from contaccum.evaluation.results import Run, markdown_table, read_trec_run
 from contaccum.files import fingerprint, provenance, write_json
 
@@ -171,7 +171,6 @@ def score_questions(
     Raises:
         DataError: the run has an unknown question, or a passage that ``passages`` lacks.
     """
-    k_values = check_k_values(k_values)
     for question_id, hits in run.items():
         if question_id not in questions:
             raise DataError(

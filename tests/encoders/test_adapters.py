@@ -218,10 +218,7 @@ def test_saving_replaces_another_model_in_the_folder(bases, tmp_path):
             assert np.array_equal(encode_texts(loaded), encode_texts(models[index]))
 
 
-def test_models_that_cannot_have_or_save_an_adapter_are_refused(
-    bases, tiny_config, tiny_tokenizer, tmp_path
-):
-    """An adapter whose base is in no folder cannot be saved, but can be merged."""
+def test_models_that_cannot_have_an_adapter_are_refused(bases, tiny_tokenizer):
     plain = DualEncoder.from_backbone(bases / "bert", device="cpu")
     adapted = make_adapted_encoder(bases / "bert")
     static = DualEncoder(modules=[StaticEmbedding(tiny_tokenizer, embedding_dim=8)])
@@ -233,12 +230,6 @@ def test_models_that_cannot_have_or_save_an_adapter_are_refused(
     ):
         with pytest.raises(ConfigError, match=message):
             add_adapter(model, 4, target_modules=layers)
-    model = DualEncoder.from_backbone(tiny_config, tokenizer=tiny_tokenizer)
-    add_adapter(model, 4)
-    with pytest.raises(ConfigError, match="cannot be saved alone"):
-        model.save_pretrained(str(tmp_path))
-    merge_adapter(model)
-    model.save_pretrained(str(tmp_path))
 
 
 def test_adapter_with_a_missing_or_wrong_base_is_refused(bases, tmp_path):

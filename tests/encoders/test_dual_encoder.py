@@ -70,25 +70,6 @@ def test_saved_model_encodes_identically_in_sentence_transformers(
     assert not np.allclose(queries, passages)
 
 
-def test_beir_names_agree_with_encode_query_and_encode_document(tiny_config, tiny_tokenizer):
-    model = DualEncoder.from_backbone(
-        tiny_config, tied=False, passage_prompt="the ", tokenizer=tiny_tokenizer
-    )
-    titles = sentences(5, 1)
-    texts = sentences(5, 2)
-    corpus = []
-    passages = []
-    for title, text in zip(titles, texts, strict=True):
-        corpus.append({"title": title, "text": text})
-        passages.append(f"{title} {text}")
-    embeddings = model.encode_corpus(corpus, batch_size=2)
-    assert np.array_equal(embeddings, model.encode_document(passages))
-    embeddings = model.encode_corpus([{"text": text} for text in texts])
-    assert np.array_equal(embeddings, model.encode_document(texts))
-    assert np.array_equal(model.encode_queries(titles), model.encode_query(titles))
-    assert isinstance(model.encode_queries(titles, convert_to_tensor=True), torch.Tensor)
-
-
 def test_towers_can_be_called_directly_and_truncate_texts(tiny_config, tiny_tokenizer):
     for tied in (True, False):
         model = DualEncoder.from_backbone(

@@ -13,7 +13,6 @@ from small_data import contents, write_lines
 
 from contaccum import DualEncoder
 from contaccum.cli import main
-from contaccum.retrieval import store as store_module
 from contaccum.retrieval.encode import encode_texts
 from contaccum.retrieval.search import build_index, search
 from contaccum.retrieval.store import EmbeddingStore, StoreWriter, write_parquet
@@ -34,14 +33,12 @@ def store(request, tmp_path) -> EmbeddingStore:
     return EmbeddingStore.open(tmp_path / "store")
 
 
-def test_files_hold_the_rows_of_the_shards_bit_for_bit(store, monkeypatch):
-    monkeypatch.setattr(store_module, "_ROWS_PER_GROUP", 4)
+def test_files_hold_the_rows_of_the_shards_bit_for_bit(store):
     folder = write_parquet(store)
     assert folder == store.folder / "parquet"
     paths = sorted(folder.iterdir())
     names = [path.name for path in paths]
     assert names == ["shard-00000.parquet", "shard-00001.parquet", "shard-00002.parquet"]
-    assert pq.read_metadata(paths[0]).num_row_groups == 3  # of 4, 4 and 2 rows
     embedding_type = pq.read_schema(paths[0]).field("embedding").type
     assert embedding_type.list_size == DIMENSION
     assert embedding_type.value_type == pa.from_numpy_dtype(store.dtype)

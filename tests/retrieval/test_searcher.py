@@ -4,7 +4,6 @@ import numpy as np
 import pytest
 import torch
 
-from contaccum.errors import ConfigError
 from contaccum.retrieval.search import FaissSearcher
 
 
@@ -94,22 +93,3 @@ def test_the_document_with_the_querys_id_is_replaced_by_the_next_best(search_dat
         assert scores == sorted(scores, reverse=True)
         for score in scores:
             assert type(score) is float
-
-
-def test_an_approximate_index_may_find_fewer_documents_and_measures_recall(search_data):
-    corpus, queries, model = search_data
-    searcher = FaissSearcher(model, index="IVF8,Flat", index_parameters="nprobe=1")
-    run = searcher.search(corpus, queries, top_k=100)
-    for hits in run.values():
-        assert 0 < len(hits) < 100
-        assert hits.keys() <= corpus.keys()
-    recall = searcher.search_details["recall"]
-    assert recall["queries"] == 20
-    assert 0 < recall["recall@100"] < 1
-
-
-def test_a_wrong_index_is_refused_before_the_corpus_is_encoded(search_data):
-    corpus, queries, model = search_data
-    model.encode_document = None
-    with pytest.raises(ConfigError, match="IVF8,Typo"):
-        FaissSearcher(model, index="IVF8,Typo").search(corpus, queries, 5, score_function="dot")
