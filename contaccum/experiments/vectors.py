@@ -30,7 +30,6 @@ from contaccum.encoders.dual_encoder import DualEncoder
 from contaccum.encoders.names import model_name
 from contaccum.encoders.settings import get_prompt, get_tower
 from contaccum.errors import DataError, quoted
-from contaccum.experiments.budget import format_duration
 from contaccum.experiments.candidates import (
     ANEW_FOLDER,
     CANDIDATES_FOLDER,
@@ -41,17 +40,16 @@ from contaccum.experiments.candidates import (
     load_matrix,
 )
 from contaccum.experiments.folds import Pairs
-from contaccum.experiments.proposed import make_base_settings, propose_settings
+from contaccum.experiments.request import format_duration
 from contaccum.experiments.run import TRAINING_FOLDER, Job
 from contaccum.files import atomic_file, atomic_folder, read_json, write_json, write_text
 from contaccum.retrieval.documents import StoreDocuments
 from contaccum.retrieval.encode import encoding_identity
 from contaccum.retrieval.store import EmbeddingStore, StoreWriter
+from contaccum.training.proposal import make_base_settings, propose_settings
 from contaccum.training.setup import load_encoder
 
-MAX_ALIGNED = 2000
-"""The number of documents by which the vectors of a new model are mapped to given ones."""
-
+_MAX_ALIGNED = 2000  # documents by which the vectors of a new model are mapped to given ones
 _PREPARED_FILE = "prepared.json"
 _ROWS_PER_SHARD = 8192  # memory holds a shard; with 1,536 dimensions it has 50 MB
 
@@ -59,36 +57,29 @@ _ROWS_PER_SHARD = 8192  # memory holds a shard; with 1,536 dimensions it has 50 
 class VectorTable(torch.nn.Module):
     """Module of a SentenceTransformer that returns given vectors of texts, in place of an encoder.
 
-    Attributes:
-        side: "queries" or "documents".
-        vectors: the vectors by text; None until they are read.
+    ``vectors`` are those of a side by text; None until they are read.
     """
 
     modalities = ("text",)
 
-    def __init__(self, side: str) -> None:
+    def __init__(self, vectors: StoreDocuments | None = None) -> None:
         super().__init__()
-        self.side = side
-        self.vectors: StoreDocuments | None = None
+        self.vectors = vectors
 
     def preprocess(self, inputs: Sequence[str], **kwargs: Any) -> dict[str, Any]:
-        """Return the vectors of n texts, float32 (n, d).
-
-        Raises:
-            DataError: for a text that has none.
-        """
+        """Return the vectors of n texts, float32 (n, d); a text without one raises `DataError`."""
         assert self.vectors is not None
         found, embeddings = self.vectors.find_embeddings([text.strip() for text in inputs])
         if len(found) < len(inputs):
             missing = np.setdiff1d(np.arange(len(inputs)), found)[0]
+            store = self.vectors.store
             raise DataError(
-                f"{self.vectors.store.metadata['model_name']}: the {self.side} have no vector of "
+                f"{store.metadata['model_name']}: the {store.folder.name} have no vector of "
                 f"{quoted(inputs[missing])} (add its row, or leave out its pairs)"
             )
         return {"sentence_embedding": torch.from_numpy(embeddings)}
 
     def forward(self, features: dict[str, Any], **kwargs: Any) -> dict[str, Any]:
-        """Return the features, which have the vectors already."""
         return features
 
 
@@ -97,11 +88,10 @@ def load_vectors(
 ) -> tuple[DualEncoder, StoreDocuments, Pairs]:
     """Read the user's vectors and match the pairs with them, unless an earlier start has done so.
 
-    Everything is written to a folder of the job, at once when it is complete.
+    Each query and passage of the pairs is an id of the vectors, or a text. Everything is written to
+    a folder of the job, at once when it is complete.
 
     Args:
-        vectors: see `contaccum.data.vectors`.
-        pairs: the user's pairs. Each query and passage is an id of ``vectors``, or a text.
         sides: ("documents",) if a new model encodes the queries, which then are texts.
 
     Returns:
@@ -111,7 +101,7 @@ def load_vectors(
     Raises:
         DataError: for vectors that cannot be used, and pairs without vectors.
     """
-    tables = {side: VectorTable(side) for side in SIDES}
+    tables = {side: VectorTable() for side in SIDES}
     routes: list[list[Any]] = [[tables[side]] for side in SIDES]
     router = Router.for_query_document(routes[0], routes[1])
     base = DualEncoder(modules=[router], similarity_fn_name="cosine", device="cpu")
@@ -127,7 +117,7 @@ def load_vectors(
             for side in sides:
                 writer = StoreWriter(new_folder / side, identity, {"model_name": str(vectors)})
                 written[side] = _write_side(writer, vectors, texts, report, keeps_texts)
-            dimensions = [side.dimension for side in written.values()]
+            dimensions = [EmbeddingStore.open(new_folder / side).shape[1] for side in sides]
             if len(set(dimensions)) > 1:
                 raise DataError(
                     f"{vectors}: queries have {dimensions[0]:,} dimensions, and documents "
@@ -175,16 +165,12 @@ def _read_texts(pairs: Pairs, report: RecordReport) -> dict[str, dict[str, Passa
 
 
 class _Side(NamedTuple):
-    """The rows of a side after they were written.
+    """The rows of a side after they were written: as lines of a corpus, and how they are found.
 
-    Attributes:
-        dimension: d.
-        text_of: {id or text of a row: its text in the store}.
-        lines: the rows as lines of a corpus.
-        has_texts: False if the rows have only ids.
+    ``text_of`` is {id or text of a row: its text in the store}. ``has_texts`` is False if the rows
+    have only ids.
     """
 
-    dimension: int
     text_of: dict[str, str]
     lines: list[str]
     has_texts: bool
@@ -200,7 +186,7 @@ def _write_side(
     """Write the store of a side, which has the name of its folder.
 
     Args:
-        texts: see `_read_texts`; of rows that have no text in their file.
+        texts: see `_read_texts`; for rows that have no text in their file.
         keeps_texts: True: a row with a blank text keeps it.
     """
     side = writer.folder.name
@@ -232,18 +218,13 @@ def _write_side(
         return embeddings
 
     writer.fill(list_passages(), take)
-    dimension = EmbeddingStore.open(writer.folder).shape[1]
-    return _Side(dimension, {**by_text, **by_id}, lines, has_texts)
+    return _Side({**by_text, **by_id}, lines, has_texts)
 
 
 def _match_pairs(
     pairs: Pairs, vectors: Path, sides: Mapping[str, _Side], report: RecordReport
 ) -> Iterator[str]:
-    """Yield the pairs with the texts of the stores, as lines of training data.
-
-    Raises:
-        DataError: if queries or passages have no vector.
-    """
+    """Yield the pairs with the texts of the stores, as lines; raise `DataError` if one has none."""
     source = RecordSource(
         pairs.path, pairs.data_format, columns=pairs.columns, min_score=pairs.min_score
     )
@@ -267,8 +248,8 @@ def load_new_model(
 ) -> tuple[DualEncoder, GivenVectors]:
     """Load a new model for queries, whose documents keep the given vectors.
 
-    For comparison it encodes all documents anew, into a folder of the ladder. A map needs only
-    `MAX_ALIGNED` of them.
+    For comparison it encodes all documents anew, into a folder of the ladder. A map needs only some
+    of them.
     """
     settings = propose_settings(job.data / TRAIN_FILE, model, job.given)
     new_model = load_encoder(make_base_settings(settings), job.args)
@@ -286,7 +267,7 @@ def load_new_model(
     # Documents of held-out queries alone do not take part.
     passages = read_passages(job.data / CORPUS_FILE, RecordReport(), may_be_blank=True)
     texts = [passage.passage for passage in passages]
-    texts = texts[:: -(-len(texts) // MAX_ALIGNED)]
+    texts = texts[:: -(-len(texts) // _MAX_ALIGNED)]
     encoded = StoreDocuments(EmbeddingStore.open(folder / STORE_FOLDER))
     has_both = encoded.contains(text_ids(texts)) & documents.contains(text_ids(texts))
     texts = [text for text, is_found in zip(texts, has_both, strict=True) if is_found]
@@ -294,11 +275,10 @@ def load_new_model(
         normalize(torch.from_numpy(source.find_embeddings(texts)[1]).double())
         for source in (documents, encoded)
     )
-    table: Any = VectorTable("documents")
-    table.vectors = documents
-    routes: list[list[Any]] = [list(get_tower(new_model, "query").children()), [table]]
+    query_tower: list[Any] = list(get_tower(new_model, "query").children())
+    table: Any = VectorTable(documents)
     base = DualEncoder(
-        modules=[Router.for_query_document(routes[0], routes[1])],
+        modules=[Router.for_query_document(query_tower, [table])],
         prompts={"query": get_prompt(new_model, "query")},
         similarity_fn_name="cosine",
         device=str(new_model.device),
@@ -310,8 +290,7 @@ def load_new_model(
 def write_map(candidate: Candidate, folder: Path, dimension: int, file: Path) -> None:
     """Write the matrix (d, e) by which query vectors are multiplied; without a map, the identity.
 
-    Args:
-        folder: the folder with the candidate's map.
+    The candidate's map is in ``folder``.
     """
     matrix = torch.eye(dimension, dtype=torch.float64)
     if candidate.system == "map":

@@ -19,7 +19,7 @@ from translations import make_questions, make_translations
 import contaccum
 from contaccum import work
 from contaccum.data.beir import BeirDataset, load_beir_folder
-from contaccum.data.split import read_split, write_part
+from contaccum.data.split import write_part
 from contaccum.encoders.linear_map import solve_linear_map
 from contaccum.encoders.settings import is_tied
 from contaccum.evaluation.evaluator import RetrievalEvaluator
@@ -38,7 +38,6 @@ from contaccum.experiments.candidates import (
     write_linear_maps,
 )
 from contaccum.experiments.folds import Pairs
-from contaccum.experiments.proposed import check_given
 from contaccum.experiments.run import Job, Trained
 from contaccum.progress import StatusLine
 from contaccum.retrieval.bm25 import fuse_runs
@@ -46,6 +45,7 @@ from contaccum.retrieval.encode import check_store_fits, encode_texts, model_fin
 from contaccum.retrieval.store import EmbeddingStore
 from contaccum.settings import Settings, replace
 from contaccum.training import update
+from contaccum.training.proposal import check_given
 from contaccum.training.trainer import train_and_save
 from contaccum.work import Budget
 
@@ -89,12 +89,12 @@ def make_ladder(
     model = str(root / "fresh")
     args = check_given(model, given)
     budget = Budget(1e6, folder)
-    job = Job(folder, {}, given, args, budget, StatusLine(lambda line: None, str))
+    request = {"bm25": has_bm25}
+    job = Job(folder, request, given, args, budget, StatusLine(lambda line: None, str))
     Pairs(root / "questions.jsonl", test=100).hold_out(job.data)
     base, settings = fit_module.load_base(job, model)
     documents, _ = fit_module.encode_documents(job, base, model)
-    split = read_split(job.data)
-    return Ladder(job, base, settings, documents, 0.0, split, has_bm25, ends_at, {})
+    return Ladder(job, base, settings, documents, 0.0, ends_at)
 
 
 # The choice ---------------------------------------------------------------------------------------
@@ -237,17 +237,7 @@ def test_a_second_climb_reads_all_candidates(climbed, monkeypatch):
     monkeypatch.setattr(candidates_module, "MAX_POOL", 30)
     monkeypatch.setattr(candidates_module, "train", lambda *_: pytest.fail("trained again"))
     monkeypatch.setattr(candidates_module, "write_linear_maps", lambda *_: pytest.fail("again"))
-    again = Ladder(
-        climbed.job,
-        climbed.base,
-        climbed.settings,
-        climbed.documents,
-        0.0,
-        read_split(climbed.job.data),
-        has_bm25=False,
-        ends_at=0.0,
-        guards={},
-    )
+    again = Ladder(climbed.job, climbed.base, climbed.settings, climbed.documents, 0.0, 0.0)
     again.climb()
     assert again.candidates == climbed.candidates
     assert again.get_best() == climbed.get_best()

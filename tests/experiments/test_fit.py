@@ -30,20 +30,18 @@ from contaccum.data.split import read_split
 from contaccum.errors import ConfigError, UserError
 from contaccum.experiments import candidates as candidates_module
 from contaccum.experiments import fit as fit_module
-from contaccum.experiments import folds, proposed
+from contaccum.experiments import folds
 from contaccum.experiments.candidates import Candidate
-from contaccum.experiments.comparison import ScoreColumns
 from contaccum.experiments.fit import FitResult
 from contaccum.experiments.folds import Pairs
 from contaccum.experiments.request import read_given
 from contaccum.experiments.run import Job, Trained
-from contaccum.experiments.verdict import compute_verdicts
+from contaccum.experiments.verdict import ScoreColumns, compute_verdicts
 from contaccum.files import write_json
 from contaccum.progress import StatusLine
 from contaccum.retrieval.encode import model_fingerprint
-from contaccum.retrieval.store import EmbeddingStore
 from contaccum.settings import Settings, replace
-from contaccum.training import micro_batch
+from contaccum.training import micro_batch, proposal
 from contaccum.training.trainer import train_and_save
 from contaccum.work import Budget
 
@@ -324,19 +322,6 @@ def test_verdict_on_few_test_queries_is_over_the_splits_for_which_there_is_time(
         assert sorted(path.name for path in folder.iterdir()) == ["identity.json", "result.json"]
 
 
-def test_a_store_that_was_removed_is_encoded_again(root, tmp_path, monkeypatch):
-    """The user may remove the store of an unfinished fit to free space."""
-    arguments = {"model": root / "fresh", "output": tmp_path / "out", "use_cpu": True}
-    kill_in_stage(monkeypatch, "climb", after=False)
-    for _ in range(2):
-        with pytest.raises(Killed):
-            contaccum.fit(root / "pairs.jsonl", **arguments)
-        documents = read_split(tmp_path / "out" / "data").documents["train"]
-        store = tmp_path / "out" / "documents" / "store"
-        assert len(EmbeddingStore.open(store)) == documents
-        shutil.rmtree(store)
-
-
 def test_a_second_process_in_the_folder_is_refused(root, tmp_path):
     with (
         work.lock(tmp_path / "out", "contaccum fit"),
@@ -387,7 +372,7 @@ def test_a_fit_in_the_folder_of_its_data_can_continue(tmp_path):
 
 
 def make_job(folder: Path) -> Job:
-    args = proposed.check_given("model", {"use_cpu": True})
+    args = proposal.check_given("model", {"use_cpu": True})
     return Job(folder, {}, {}, args, Budget(600.0, folder), StatusLine(print, str))
 
 
@@ -421,11 +406,16 @@ def test_trainings_on_other_splits_have_the_settings_of_the_chosen_one(
     chosen = Candidate("chosen", rung, "trained", 0.3, settings=settings, blend=0.5)
     if rung == 1:
         chosen = Candidate("chosen", rung, "map", 0.3, ridge=1.0)
-    first_dev = load_beir_folder(job.data / "dev", "test")
-    base_candidate = Candidate("base", 0, "base", 0.3)
+    ladder: Any = SimpleNamespace(
+        job=job,
+        base=base,
+        base_candidate=Candidate("base", 0, "base", 0.3),
+        given=None,
+        get_folder=lambda _: job.folder,
+    )
 
     def score() -> ScoreColumns:
-        return folds.score_fold(1, job, pairs, base, base_candidate, chosen, first_dev)
+        return folds.score_fold(1, ladder, chosen, pairs)
 
     scores = score()
     assert len(scores["base"]) > 0
@@ -779,10 +769,10 @@ def test_proposed_batch_size_suits_the_micro_batch_and_the_processes(
     given = {}
     if micro_batch is not None:
         given["per_device_train_batch_size"] = micro_batch
-    proposed.check_given(str(root / "fresh"), given)
-    monkeypatch.setattr(proposed, "world_size", lambda: num_processes)
+    proposal.check_given(str(root / "fresh"), given)
+    monkeypatch.setattr(proposal, "world_size", lambda: num_processes)
     train_file = tmp_path / "data" / "train.jsonl"
-    settings = proposed.propose_settings(train_file, str(root / "fresh"), given)
+    settings = proposal.propose_settings(train_file, str(root / "fresh"), given)
     assert settings.total_train_batch_size == pairs_per_update
 
 
@@ -794,9 +784,9 @@ def test_on_a_gpu_the_micro_batch_is_the_largest_that_its_memory_allows(
     with monkeypatch.context() as gpu:
         gpu.setattr(torch.cuda, "is_available", lambda: True)
         gpu.setattr(torch.cuda, "is_bf16_supported", lambda: True)
-        settings = proposed.propose_settings(train_file, str(root / "fresh"), {})
+        settings = proposal.propose_settings(train_file, str(root / "fresh"), {})
         given = {"gradient_accumulation_steps": 2}
-        with_steps = proposed.propose_settings(train_file, str(root / "fresh"), given)
+        with_steps = proposal.propose_settings(train_file, str(root / "fresh"), given)
     assert settings.per_device_train_batch_size == "auto"
     assert settings.total_train_batch_size == 16
     assert settings.dataloader_num_workers == 2
@@ -826,7 +816,7 @@ def test_proposed_batch_size_suits_the_rows_of_an_epoch(root, tmp_path, settings
         pairs.append({"query": pair["query"], "positive": [pair["positive"], *other_positives]})
     Pairs(write_lines(tmp_path / "pairs.jsonl", pairs)).hold_out(tmp_path / "data")
     train_file = tmp_path / "data" / "train.jsonl"
-    suited = proposed.propose_settings(train_file, str(root / "fresh"), settings)
+    suited = proposal.propose_settings(train_file, str(root / "fresh"), settings)
     assert suited.total_train_batch_size == pairs_per_update
 
 
@@ -1030,36 +1020,3 @@ def test_best_of_several_base_models_is_trained(root, trained, tmp_path, monkeyp
     scored = [line for line in lines if line.endswith(" ms per document on this machine")]
     assert len(scored) == 2
     assert work.read_result(tmp_path / "out" / "base_models")["number"] == 2
-
-
-def test_base_models_that_were_left_out_are_compared_when_the_budget_grows(
-    root, trained, tmp_path, monkeypatch
-):
-    """Without time for any, the fastest one is used; with another choice, its work is replaced."""
-    seconds = {"fresh": 1.0, "better/model": 2.0}
-    monkeypatch.setattr(
-        fit_module, "measure_seconds_per_document", lambda *_: seconds.pop(next(iter(seconds)))
-    )
-    kill_in_stage(monkeypatch, "climb", after=False)
-    lines: list[str] = []
-
-    def fit(budget: float) -> None:
-        with pytest.raises(Killed):
-            contaccum.fit(
-                root / "more.jsonl",
-                model=[root / "fresh", root / "better" / "model"],
-                budget=budget,
-                output=tmp_path / "out",
-                print_line=lines.append,
-                **SETTINGS,
-            )
-
-    fit(100.0)
-    assert len([line for line in lines if " is left out: encoding " in line]) == 2
-    assert "base model: fresh, the fastest one" in lines
-    store = tmp_path / "out" / "documents" / "store"
-    better = model_fingerprint(trained.model, "document")
-    assert EmbeddingStore.open(store).metadata["model"] != better
-    seconds |= {"fresh": 1.0, "better/model": 2.0}
-    fit(1e6)
-    assert EmbeddingStore.open(store).metadata["model"] == better
