@@ -47,8 +47,8 @@ def run(argv: Sequence[str]) -> int:
     print_at_once(f"fitting {fitted} to {data} in {args.budget}")
     if is_first_process():
         _require_files(args)
+    from contaccum.evaluation.metrics import BETTER
     from contaccum.experiments.fit import fit
-    from contaccum.experiments.verdict import BETTER
 
     options = vars(args)
     del options["demo"]

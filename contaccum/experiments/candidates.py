@@ -23,24 +23,18 @@ import math
 import shutil
 import statistics
 import time
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from contextlib import suppress
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from functools import cached_property
 from pathlib import Path
 from typing import Any, NamedTuple
 
-import numpy as np
 import torch
-from safetensors.torch import load_file, save_file
-from torch.nn.functional import normalize
+from safetensors.torch import load_file
 
 from contaccum import work
-from contaccum.bank.full_softmax import NO_ROW, DocumentBlock, compute_full_softmax_loss
 from contaccum.data.beir import BeirDataset, load_beir_folder, read_split_queries
-from contaccum.data.records import read_passages, read_records
 from contaccum.data.rows import RecordReport
-from contaccum.data.sampling import text_ids
 from contaccum.data.split import (
     CORPUS_FILE,
     TRAIN_FILE,
@@ -50,19 +44,21 @@ from contaccum.data.split import (
 )
 from contaccum.distributed import world_size
 from contaccum.encoders.dual_encoder import DualEncoder
-from contaccum.encoders.linear_map import append_linear_map, solve_linear_map
+from contaccum.encoders.linear_map import append_linear_map
 from contaccum.encoders.names import model_name
 from contaccum.evaluation.evaluator import RetrievalEvaluator
 from contaccum.evaluation.results import Run
-from contaccum.experiments.run import TRAINING_FOLDER, Job, Trained, count_updates, train
+from contaccum.experiments.run import TRAINING_FOLDER, Job, Trained, train
 from contaccum.files import atomic_folder
 from contaccum.merging import merge_models
 from contaccum.retrieval.bm25 import FUSION_DEPTH, fuse_runs
-from contaccum.retrieval.documents import PositiveRows, StoreDocuments
-from contaccum.retrieval.encode import CorpusEncoder, encode_texts, model_fingerprint
+from contaccum.retrieval.documents import StoreDocuments
+from contaccum.retrieval.encode import CorpusEncoder, model_fingerprint
 from contaccum.retrieval.store import EmbeddingStore
-from contaccum.settings import DEFAULT_TEMPERATURE, Settings, replace, to_dict
+from contaccum.settings import Settings, replace, to_dict
 from contaccum.training.arguments import ContAccumTrainingArguments
+from contaccum.training.linear_map import MAP_FILE, RIDGES, get_map_key, write_linear_maps
+from contaccum.training.losses import count_rows
 from contaccum.training.passage_store import USELESS_SHARE_OF_BM25
 from contaccum.training.proposal import (
     compute_start_rate,
@@ -72,10 +68,8 @@ from contaccum.training.proposal import (
 )
 from contaccum.training.setup import load_data, make_second_stage
 
-METRIC = "ndcg@10"
 MEAN = "mean"  # the key of the mean over the kinds of documents, by which candidates are compared
 FREE, LINEAR_MAP, QUERY_TOWER, BOTH_TOWERS, FURTHER = range(5)  # the rungs
-MAP_FILE = "map.safetensors"
 STORE_FOLDER = "store"
 CANDIDATES_FOLDER = "candidates"
 ANEW_FOLDER = "anew"  # of a new model that has encoded all documents
@@ -86,9 +80,6 @@ LARGEST_LOSS = 0.01  # against the best search without training, on each kind of
 SMALL_GAIN = 0.002  # a dearer candidate must be better by more than this: less is noise
 MAX_POOL = 2000  # a larger dev corpus is reduced for models that must encode it anew
 
-RIDGES = (1.0, 10.0, 100.0)  # of the maps in closed form
-MAX_MAP_PAIRS = 20_000  # training pairs from which maps are learned
-MAP_PENALTY = 0.01  # of the map by gradients
 RATE_FACTOR = 3.0  # between the learning rates that are tried
 MAX_RATES = 4  # of the query tower
 QUERY_TOWER_EPOCHS = 3
@@ -96,10 +87,6 @@ FIRST_LENGTH = 16  # updates of the first training of both towers
 MAX_EPOCHS = 20  # of a training whose length dev decides
 MAX_TRIALS_WITHOUT_GAIN = 2  # in a row; then rung 3 ends, and rung 4
 
-_GRADIENT_KEY = "gradient"
-_MAP_ITERATIONS = 25  # of L-BFGS; more gain nothing on dev
-_DOCUMENTS_PER_BLOCK = 8192
-_QUERIES_PER_PASS = 1024  # limits the memory for the scores of all documents
 _POOL_DEPTH = 10  # top documents of each query; nDCG@10 depends on no others
 _LEAST_SECONDS = 5.0  # for the updates of a training
 # Of the time that is left: the map by gradients may take so much; so may the last training of the
@@ -154,11 +141,6 @@ class Candidate:
     @property
     def score(self) -> float:
         return self.scores[MEAN]
-
-    @property
-    def map_key(self) -> str:
-        """The name of the map in `MAP_FILE`."""
-        return _GRADIENT_KEY if self.ridge is None else f"{self.ridge:g}"
 
     def describe(self) -> str:
         if self.system == "bm25" or self.bm25_weight == 0:
@@ -218,7 +200,7 @@ class DevSet:
     ) -> None:
         self.dataset = dataset
         # BM25 is added to so many of the best documents.
-        metrics = [METRIC, f"recall@{FUSION_DEPTH}"]
+        metrics = ["ndcg@10", f"recall@{FUSION_DEPTH}"]
         self.evaluator = RetrievalEvaluator(dataset, metrics, batch_size)
         self.evaluator.documents = documents
         self.bm25_run = self.evaluator.search_bm25()
@@ -240,25 +222,25 @@ class DevSet:
         A weight with which no kind of documents loses much against the best search without training
         is better than any other.
         """
-        best: dict[str, Any] = {}
-        best_key = (False, -1.0)
-        for weight in self._weights:
-            scores = self.score(fuse_runs(run, self.bm25_run, weight))
-            key = (free is None or loses_little(scores, free), scores[MEAN])
-            if key > best_key:
-                best = {"bm25_weight": weight, "scores": scores}
-                best_key = key
-        return {**best, "vectors": self.score(run)}
+        scores = {
+            weight: self.score(fuse_runs(run, self.bm25_run, weight)) for weight in self._weights
+        }
+
+        def get_key(weight: float) -> tuple[bool, float]:
+            return free is None or loses_little(scores[weight], free), scores[weight][MEAN]
+
+        best = max(scores, key=get_key)
+        return {"bm25_weight": best, "scores": scores[best], "vectors": self.score(run)}
 
 
 def read_kinds(dev: Path) -> dict[str, list[str]]:
     """Return {kind of documents: ids of its dev queries}; a single kind is called "all"."""
-    queries = read_split_queries(dev, "test", RecordReport())
+    queries = list(read_split_queries(dev, "test", RecordReport()))
     known = read_known_queries(dev)
-    kinds: dict[str, list[str]] = {"new": [], "known": []}
-    for query in queries:
-        kinds["known" if query in known else "new"].append(query)
-    return kinds if all(kinds.values()) else {"all": list(queries)}
+    new = [query for query in queries if query not in known]
+    if not known or not new:
+        return {"all": queries}
+    return {"new": new, "known": [query for query in queries if query in known]}
 
 
 def read_known_queries(folder: Path) -> Collection[str]:
@@ -268,133 +250,9 @@ def read_known_queries(folder: Path) -> Collection[str]:
     return read_split_queries(folder, "known", RecordReport())
 
 
-def write_linear_maps(
-    base: DualEncoder,
-    train_file: Path,
-    documents: StoreDocuments,
-    batch_size: int,
-    folder: Path,
-    ridges: Sequence[float] = RIDGES,
-    seconds: float = 0.0,
-    aligned: tuple[torch.Tensor, torch.Tensor] | None = None,
-) -> None:
-    """Write the matrices of linear maps of query vectors to `MAP_FILE`, by `Candidate.map_key`.
-
-    There is one in closed form for each ridge, and one by gradients if there are seconds for it: q
-    becomes q M with M = I + W. They are learned from the first training pairs, about
-    `MAX_MAP_PAIRS`, without those whose passage has no vector. Vectors are L2-normalised if
-    documents are compared by cosine.
-
-    Args:
-        train_file: the training pairs; beside it are the training documents.
-        documents: the passages' vectors by the base model.
-        aligned: vectors of the same documents by a new model and as given, (n, d) and (n, e). They
-            are further pairs, and M = W in closed form; the map by gradients starts there.
-    """
-    pairs: list[tuple[str, str]] = []
-    for record in read_records(train_file):
-        pairs += [(record.query, passage) for passage in record.positives]
-        if len(pairs) >= MAX_MAP_PAIRS:
-            break
-    has_vector = documents.contains(text_ids(passage for _, passage in pairs))
-    pairs = [pair for pair, is_found in zip(pairs, has_vector, strict=True) if is_found]
-    queries, passages = [query for query, _ in pairs], [passage for _, passage in pairs]
-    vectors = torch.from_numpy(encode_texts(base, queries, "query", batch_size))
-    x, p = vectors.double(), torch.from_numpy(documents.find_embeddings(passages)[1]).double()
-    if documents.similarity == "cos":
-        x, p = normalize(x), normalize(p)
-    all_x, all_p = x, p
-    origin = torch.eye(x.shape[1], dtype=torch.float64)
-    if aligned is not None:
-        all_x, all_p = torch.cat([x, aligned[0]]), torch.cat([p, aligned[1]])
-        origin = torch.zeros(x.shape[1], p.shape[1], dtype=torch.float64)
-
-    def solve(ridge: float) -> torch.Tensor:
-        return origin + solve_linear_map(all_x, all_p - all_x @ origin, ridge)
-
-    maps = {f"{ridge:g}": solve(ridge) for ridge in ridges}
-    if seconds > 0:
-        start = origin if aligned is None else solve(RIDGES[0])
-        corpus = train_file.with_name(CORPUS_FILE)
-        maps[_GRADIENT_KEY] = train_map(
-            x.float(), queries, passages, documents, corpus, start, seconds
-        )
-    save_file(maps, folder / MAP_FILE)
-
-
-def train_map(
-    vectors: torch.Tensor,
-    queries: Sequence[str],
-    passages: Sequence[str],
-    documents: StoreDocuments,
-    corpus: Path,
-    start: torch.Tensor,
-    seconds: float,
-) -> torch.Tensor:
-    """Return start + W, (d, e), for the W that minimises the exact softmax over documents.
-
-    L-BFGS minimises the mean loss of the mapped queries (see `contaccum.bank.full_softmax`) plus
-    `MAP_PENALTY` |W|^2, from W = 0 on, until the seconds are over.
-
-    Args:
-        vectors: the vectors of the queries of n pairs, (n, d).
-        queries, passages: the texts of the pairs.
-        corpus: the training documents. Only these are negatives: documents of held-out queries
-            would be pushed away.
-        start: (d, e).
-    """
-    ends_at = time.monotonic() + seconds
-    positives = PositiveRows(documents, text_ids(queries), text_ids(passages))
-    rows_of_pairs = positives.label_batch(list(queries), list(passages))
-    corpus_ids = text_ids(
-        passage.passage for passage in read_passages(corpus, RecordReport(), may_be_blank=True)
-    )
-    corpus_rows = torch.from_numpy(np.unique(documents.match_text_ids(corpus_ids)[1]))
-    numbers = torch.full((len(documents) + 1,), NO_ROW)  # the last one is that of `NO_ROW`, -1
-    numbers[corpus_rows] = torch.arange(len(corpus_rows))
-    labels = numbers[rows_of_pairs]
-    started = vectors @ start.float()
-    weights = torch.zeros_like(start, dtype=torch.float32, requires_grad=True)
-    optimizer = torch.optim.LBFGS(
-        [weights], max_iter=_MAP_ITERATIONS, history_size=8, line_search_fn="strong_wolfe"
-    )
-    best: tuple[float, torch.Tensor] = (math.inf, weights.detach().clone())
-
-    def read_corpus() -> Iterator[DocumentBlock]:
-        for first in range(0, len(corpus_rows), _DOCUMENTS_PER_BLOCK):
-            rows = corpus_rows[first : first + _DOCUMENTS_PER_BLOCK]
-            yield DocumentBlock(first, documents.get_embeddings(rows))
-
-    def compute_loss() -> torch.Tensor:
-        nonlocal best
-        optimizer.zero_grad()
-        loss = MAP_PENALTY * weights.square().sum()
-        loss.backward()
-        for rows in torch.arange(len(vectors)).split(_QUERIES_PER_PASS):
-            if time.monotonic() > ends_at:
-                raise TimeoutError
-            mapped = started[rows] + vectors[rows] @ weights
-            part = compute_full_softmax_loss(
-                normalize(mapped) if documents.similarity == "cos" else mapped,
-                documents.get_embeddings(rows_of_pairs[rows, 0]),
-                labels[rows],
-                read_corpus(),
-                DEFAULT_TEMPERATURE[documents.similarity],
-            )
-            part = part * len(rows) / len(vectors)
-            part.backward()
-            loss = loss.detach() + part.detach()
-        best = min(best, (float(loss), weights.detach().clone()), key=lambda each: each[0])
-        return loss
-
-    with suppress(TimeoutError):
-        optimizer.step(compute_loss)
-    return start + best[1]
-
-
 def load_matrix(candidate: Candidate, folder: Path) -> torch.Tensor:
     """Return the matrix (d, e) of a candidate's map, by which a query vector is multiplied."""
-    matrix = load_file(folder / MAP_FILE)[candidate.map_key]
+    matrix = load_file(folder / MAP_FILE)[get_map_key(candidate.ridge)]
     if candidate.blend == 1.0:  # it may not be square
         return matrix
     identity = torch.eye(len(matrix), dtype=matrix.dtype)
@@ -446,10 +304,10 @@ def load_candidate(candidate: Candidate, base: DualEncoder, folder: Path) -> Dua
 def search_with(
     candidate: Candidate, base: DualEncoder, folder: Path, evaluator: RetrievalEvaluator
 ) -> Run:
-    """Search with the vectors of a candidate, or with BM25 alone.
+    """Search with the vectors of a candidate, whose map or model is in ``folder``, or with BM25.
 
-    The candidate's map or model is in ``folder``. Its model encodes only documents whose vectors
-    neither the base model (the evaluator's ``documents``) nor an earlier search has left.
+    Its model encodes only documents whose vectors neither the base model (the evaluator's
+    ``documents``) nor an earlier search has left.
     """
     if candidate.system == "bm25":
         return evaluator.search_bm25()
@@ -467,9 +325,7 @@ def search_with(
 
 
 class Ladder:
-    """The candidates of a fit, and what scoring one needs.
-
-    All processes make it and call its methods together. The first one encodes and scores.
+    """The candidates of a fit. All processes call its methods together; the first one scores.
 
     Args:
         base_settings: settings of both towers' training, from which those of other methods follow.
@@ -609,10 +465,8 @@ class Ladder:
     ) -> list[Candidate]:
         """Make the candidates of a folder once, and add them; print the best one of them.
 
-        Args:
-            folder_name: below the folder of the candidates.
-            make: returns the candidates; the first process calls it after the training.
-            settings, seconds: the training of all processes; see `train`. None: there is none.
+        The first process makes them, after the training of all processes if there are settings for
+        it; see `train`.
         """
         folder = self._folder / folder_name
         self.job.status.start(f"candidate {len(self.candidates)}: {folder_name.replace('_', ' ')}")
@@ -877,8 +731,7 @@ class Ladder:
     def _train_second_stage(self, first: Candidate) -> list[Candidate]:
         """Train the query tower of a trained model against the documents that it encodes.
 
-        Returns:
-            The candidate; none if there is no time, or if the time cannot be known.
+        There is no candidate if there is no time, or if the time cannot be known.
         """
         folder_name = f"{first.folder}-second_stage"
         query_towers = [each for each in self.candidates if each.rung == QUERY_TOWER]
@@ -926,10 +779,8 @@ class Ladder:
     ) -> list[Candidate]:
         """Train in a folder, once, and score the model on dev; the query tower also in its blends.
 
-        Args:
-            shown: the first words of the candidate's name.
-            num_updates, seconds: the length of the training, and its time if that ends sooner. If
-                the user has given the length, they are not used.
+        ``shown`` are the first words of the candidate's name. The training ends after so many
+        updates or seconds, unless the user has given its length.
         """
 
         def score(trained: Trained) -> list[Candidate]:
@@ -961,9 +812,8 @@ class Ladder:
         return self._add(folder_name, score, replace(settings, max_steps=num_updates), seconds)
 
     def _choose_rate(self, method: str) -> float:
-        given = self.job.given.get("learning_rate")
-        if given is not None:
-            return float(given)
+        if "learning_rate" in self.job.given:
+            return float(self.job.given["learning_rate"])
         bm25, base = self.candidates[:2]
         is_base_weak = base.vectors[MEAN] < USELESS_SHARE_OF_BM25 * bm25.score
         has_adapter = self.settings.lora_r is not None
@@ -985,7 +835,13 @@ class Ladder:
         if not self._has_fixed_length:
             settings = replace(settings, num_train_epochs=num_epochs)
         args = ContAccumTrainingArguments.from_settings(settings)
-        return count_updates(load_data(settings).dataset, args)
+        if args.max_steps > 0:
+            return args.max_steps
+        num_rows = count_rows(load_data(settings).dataset)
+        assert num_rows is not None  # streams have no length, but they need max_steps
+        assert args.total_train_batch_size is not None  # computed when the arguments are created
+        updates_per_epoch = math.ceil(num_rows / args.total_train_batch_size)
+        return max(1, math.ceil(updates_per_epoch * args.num_train_epochs))
 
     def _get_training_seconds(self) -> float:
         """Return the seconds that a training of both towers may take.

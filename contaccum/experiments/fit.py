@@ -26,11 +26,12 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import torch
+from safetensors.torch import save_file
 
 from contaccum import __version__, work
 from contaccum.data.beir import load_beir_folder
 from contaccum.data.corpus import get_passage_texts
-from contaccum.data.near_duplicates import group_queries
 from contaccum.data.records import Columns, parse_columns, read_records
 from contaccum.data.rows import OnBadRecord
 from contaccum.data.split import CORPUS_FILE, TRAIN_FILE, Future, read_split
@@ -42,11 +43,10 @@ from contaccum.encoders.names import model_name, require_model
 from contaccum.encoders.settings import get_tower
 from contaccum.errors import ConfigError, UserError
 from contaccum.evaluation.evaluator import RetrievalEvaluator, sample
-from contaccum.evaluation.metrics import BETTER, WORSE, sign_flip_test
+from contaccum.evaluation.metrics import BETTER, WORSE
 from contaccum.experiments.candidates import (
     BOTH_TOWERS,
     CANDIDATES_FOLDER,
-    MAP_FILE,
     MEAN,
     Candidate,
     DevSet,
@@ -54,12 +54,13 @@ from contaccum.experiments.candidates import (
     Ladder,
     encode_corpus,
     load_candidate,
+    load_matrix,
     read_kinds,
 )
 from contaccum.experiments.folds import Pairs, score_fold
 from contaccum.experiments.request import format_duration, parse_duration, read_given
 from contaccum.experiments.run import TRAINING_FOLDER, Job
-from contaccum.experiments.vectors import load_new_model, load_vectors, write_map
+from contaccum.experiments.vectors import load_new_model, load_vectors
 from contaccum.experiments.verdict import (
     ScoreColumns,
     Verdict,
@@ -74,6 +75,7 @@ from contaccum.experiments.verdict import (
 )
 from contaccum.files import (
     AnyPath,
+    atomic_file,
     atomic_folder,
     hash_path,
     provenance,
@@ -82,11 +84,12 @@ from contaccum.files import (
 )
 from contaccum.progress import StatusLine
 from contaccum.report.fit_page import build_fit_page
-from contaccum.retrieval.bm25 import fuse_runs, write_bm25_weight
+from contaccum.retrieval.bm25 import write_bm25_weight
 from contaccum.retrieval.documents import StoreDocuments
 from contaccum.retrieval.encode import encode_texts
 from contaccum.retrieval.store import EmbeddingStore
 from contaccum.settings import Settings, find, replace, to_yaml
+from contaccum.training.linear_map import MAP_FILE
 from contaccum.training.passage_store import STORE_FOLDER
 from contaccum.training.proposal import check_given, make_base_settings, propose_settings
 from contaccum.training.setup import load_encoder
@@ -363,7 +366,6 @@ def choose_base_model(job: Job, models: Sequence[str]) -> str:
         dev = DevSet(dataset, kinds, None, job.batch_size, job.request["bm25"])
         seconds: dict[str, float] = {}  # for a document
         scores: dict[str, float] = {}
-        query_scores: dict[str, dict[str, float]] = {}
         for model in models:
             name = model_name(model)
             try:
@@ -381,10 +383,7 @@ def choose_base_model(job: Job, models: Sequence[str]) -> str:
                     f"{format_duration(needed)}"
                 )
                 continue
-            run = dev.evaluator.search(encoder)
-            weighed = dev.weigh(run)
-            dev.score(fuse_runs(run, dev.bm25_run, weighed["bm25_weight"]))
-            query_scores[model] = dev.evaluator.query_scores
+            weighed = dev.weigh(dev.evaluator.search(encoder))
             scores[model] = weighed["scores"][MEAN]
             job.print_line(
                 f"{name}: {weighed['vectors'][MEAN]:.3f}, with BM25 {scores[model]:.3f} on dev, "
@@ -392,18 +391,12 @@ def choose_base_model(job: Job, models: Sequence[str]) -> str:
             )
         if not seconds:
             raise ConfigError("no base model can be loaded: give another --model")
-        if not scores:
-            best = min(seconds, key=lambda model: seconds[model])
-            line = f"base model: {model_name(best)}, the fastest one"
-        else:
+        if scores:
             best = max(scores, key=lambda model: scores[model])
-            line = f"base model: {model_name(best)}"
-            groups = group_queries(dataset)
-            for model in scores:
-                test = sign_flip_test(query_scores[best], query_scores[model], groups)
-                if model != best and test["low"] <= 0.0:
-                    line += f"; {model_name(model)} is not significantly worse on dev"
-        job.print_line(line)
+            job.print_line(f"base model: {model_name(best)}")
+        else:
+            best = min(seconds, key=lambda model: seconds[model])
+            job.print_line(f"base model: {model_name(best)}, the fastest one")
         return {"number": models.index(best)}
 
     job.status.start("comparing base models")
@@ -592,8 +585,7 @@ def judge(
         write_model(job, ladder, recommended)
         write_verdicts_to_card(job.folder / "model", verdicts.values(), model_name(base_model))
     else:
-        dimension = ladder.given.documents.dimension
-        write_map(recommended, ladder.get_folder(recommended), dimension, job.folder / MAP_FILE)
+        write_map(job, ladder, recommended)
     write_config(job, chosen)
     records = {kind: verdict.record() for kind, verdict in verdicts.items()}
     files = {"path": pairs.path, "corpus": pairs.corpus, "generated": pairs.generated}
@@ -643,6 +635,16 @@ def write_model(job: Job, ladder: Ladder, candidate: Candidate) -> None:
             model = load_candidate(candidate, ladder.base, training.parent)
             model.save_pretrained(str(folder))
         write_bm25_weight(folder, candidate.bm25_weight)
+
+
+def write_map(job: Job, ladder: Ladder, candidate: Candidate) -> None:
+    """Write the matrix (d, e) by which query vectors are multiplied; the identity without a map."""
+    assert ladder.documents is not None
+    matrix = torch.eye(ladder.documents.dimension, dtype=torch.float64)
+    if candidate.system == "map":
+        matrix = load_matrix(candidate, ladder.get_folder(candidate))
+    with atomic_file(job.folder / MAP_FILE) as temporary_file:
+        save_file({"matrix": matrix}, temporary_file)
 
 
 def write_config(job: Job, chosen: Candidate) -> None:

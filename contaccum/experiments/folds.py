@@ -34,18 +34,14 @@ from contaccum.data.split import (
 )
 from contaccum.errors import ConfigError
 from contaccum.evaluation.evaluator import RetrievalEvaluator
-from contaccum.experiments.candidates import (
-    Candidate,
-    Ladder,
-    encode_corpus,
-    write_linear_maps,
-)
+from contaccum.experiments.candidates import Candidate, Ladder, encode_corpus
 from contaccum.experiments.run import train
 from contaccum.experiments.verdict import ScoreColumns, collect_scores, search_test_set
 from contaccum.files import atomic_folder, hash_path, require_exists
 from contaccum.retrieval.documents import StoreDocuments
 from contaccum.retrieval.store import EmbeddingStore
 from contaccum.settings import Settings, replace
+from contaccum.training.linear_map import write_linear_maps
 
 MAX_FOLDS = 5  # each needs a training
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import gc
-import math
 import shutil
 from collections.abc import Callable, Mapping
 from pathlib import Path
@@ -17,7 +16,6 @@ from contaccum.progress import StatusLine
 from contaccum.settings import Settings, replace
 from contaccum.training.arguments import ContAccumTrainingArguments
 from contaccum.training.log import TRAIN_LOG, read_log
-from contaccum.training.losses import count_rows
 from contaccum.training.trainer import train_and_save
 
 TRAINING_FOLDER = "training"
@@ -119,14 +117,3 @@ def train(
 
     used, rates = work.on_first_rank(read)
     return Trained(len(rates), used, rates)
-
-
-def count_updates(dataset: Any, args: ContAccumTrainingArguments) -> int:
-    """Return the number of updates of a run on a training set, or a dictionary of training sets."""
-    if args.max_steps > 0:
-        return int(args.max_steps)
-    num_rows = count_rows(dataset)
-    assert num_rows is not None  # streams have no length, but they need max_steps
-    assert args.total_train_batch_size is not None  # computed when the arguments are created
-    updates_per_epoch = math.ceil(num_rows / args.total_train_batch_size)
-    return max(1, math.ceil(updates_per_epoch * args.num_train_epochs))

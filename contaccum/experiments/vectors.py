@@ -12,11 +12,10 @@ import json
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 import torch
-from safetensors.torch import save_file
 from sentence_transformers.sentence_transformer.modules import Router
 from torch.nn.functional import normalize
 
@@ -34,15 +33,13 @@ from contaccum.experiments.candidates import (
     ANEW_FOLDER,
     CANDIDATES_FOLDER,
     STORE_FOLDER,
-    Candidate,
     GivenVectors,
     encode_corpus,
-    load_matrix,
 )
 from contaccum.experiments.folds import Pairs
 from contaccum.experiments.request import format_duration
 from contaccum.experiments.run import TRAINING_FOLDER, Job
-from contaccum.files import atomic_file, atomic_folder, read_json, write_json, write_text
+from contaccum.files import atomic_folder, read_json, write_json, write_text
 from contaccum.retrieval.documents import StoreDocuments
 from contaccum.retrieval.encode import encoding_identity
 from contaccum.retrieval.store import EmbeddingStore, StoreWriter
@@ -113,26 +110,28 @@ def load_vectors(
         with atomic_folder(folder) as new_folder:
             texts = _read_texts(pairs, report)
             identity = encoding_identity(base, "float32", "float32", _ROWS_PER_SHARD)
-            written = {}
+            text_of = {}
+            has_texts = True
             for side in sides:
                 writer = StoreWriter(new_folder / side, identity, {"model_name": str(vectors)})
-                written[side] = _write_side(writer, vectors, texts, report, keeps_texts)
+                text_of[side], corpus, has_text = _write_side(
+                    writer, vectors, texts.get(side, {}), report, keeps_texts
+                )
+                has_texts = has_texts and has_text
             dimensions = [EmbeddingStore.open(new_folder / side).shape[1] for side in sides]
             if len(set(dimensions)) > 1:
                 raise DataError(
                     f"{vectors}: queries have {dimensions[0]:,} dimensions, and documents "
                     f"{dimensions[1]:,} (give vectors of one model)"
                 )
-            has_texts = all(side.has_texts for side in written.values())
             if not has_texts and len(sides) == 1:
                 raise DataError(
                     f"{vectors}: the documents have only ids, and a new model needs their texts "
                     "(give --corpus with the same ids)"
                 )
             if not keeps_texts:
-                lines = _match_pairs(pairs, vectors, written, report)
-                write_text(new_folder / TRAIN_FILE, lines)
-                write_text(new_folder / CORPUS_FILE, written["documents"].lines)
+                write_text(new_folder / TRAIN_FILE, _match_pairs(pairs, vectors, text_of, report))
+                write_text(new_folder / CORPUS_FILE, corpus)  # of the documents, the last side
             write_json(new_folder / _PREPARED_FILE, {"has_texts": has_texts})
         if report.reported:
             job.print_line(report.summary())
@@ -164,32 +163,23 @@ def _read_texts(pairs: Pairs, report: RecordReport) -> dict[str, dict[str, Passa
     return texts
 
 
-class _Side(NamedTuple):
-    """The rows of a side after they were written: as lines of a corpus, and how they are found.
-
-    ``text_of`` is {id or text of a row: its text in the store}. ``has_texts`` is False if the rows
-    have only ids.
-    """
-
-    text_of: dict[str, str]
-    lines: list[str]
-    has_texts: bool
-
-
 def _write_side(
     writer: StoreWriter,
     vectors: Path,
-    texts: Mapping[str, Mapping[str, Passage]],
+    texts: Mapping[str, Passage],
     report: RecordReport,
     keeps_texts: bool,
-) -> _Side:
+) -> tuple[dict[str, str], list[str], bool]:
     """Write the store of a side, which has the name of its folder.
 
     Args:
-        texts: see `_read_texts`; for rows that have no text in their file.
+        texts: by id, for rows that have no text in their file.
         keeps_texts: True: a row with a blank text keeps it.
+
+    Returns:
+        {id or text of a row: its text in the store}; the rows as lines of a corpus; and False if
+        they have only ids.
     """
-    side = writer.folder.name
     arrays: list[np.ndarray] = []  # vectors that are read, but not yet written
     by_id: dict[str, str] = {}
     by_text: dict[str, str] = {}
@@ -198,8 +188,8 @@ def _write_side(
 
     def list_passages() -> Iterator[Passage]:
         nonlocal has_texts
-        for row in read_vectors(vectors, side, report, arrays):
-            row = row if row.passage else texts.get(side, {}).get(row.id, row)
+        for row in read_vectors(vectors, writer.folder.name, report, arrays):
+            row = row if row.passage else texts.get(row.id, row)
             if row.passage:
                 has_texts = True
             elif not keeps_texts:
@@ -218,11 +208,11 @@ def _write_side(
         return embeddings
 
     writer.fill(list_passages(), take)
-    return _Side({**by_text, **by_id}, lines, has_texts)
+    return {**by_text, **by_id}, lines, has_texts
 
 
 def _match_pairs(
-    pairs: Pairs, vectors: Path, sides: Mapping[str, _Side], report: RecordReport
+    pairs: Pairs, vectors: Path, text_of: Mapping[str, Mapping[str, str]], report: RecordReport
 ) -> Iterator[str]:
     """Yield the pairs with the texts of the stores, as lines; raise `DataError` if one has none."""
     source = RecordSource(
@@ -231,9 +221,9 @@ def _match_pairs(
     missing: dict[str, list[str]] = {side: [] for side in SIDES}
     for record in source.records(report):
         names = {"queries": [record.query.strip()], "documents": record.positives}
-        for side, written in sides.items():
-            missing[side] += [name for name in names[side] if name not in written.text_of]
-            names[side] = [written.text_of.get(name, name) for name in names[side]]
+        for side, texts in text_of.items():
+            missing[side] += [name for name in names[side] if name not in texts]
+            names[side] = [texts.get(name, name) for name in names[side]]
         yield json.dumps({"query": names["queries"][0], "positive": names["documents"]}) + "\n"
     for side, unknown in missing.items():
         if unknown:
@@ -285,15 +275,3 @@ def load_new_model(
         trust_remote_code=new_model.trust_remote_code,
     )
     return base, GivenVectors(documents, name, (new, old))
-
-
-def write_map(candidate: Candidate, folder: Path, dimension: int, file: Path) -> None:
-    """Write the matrix (d, e) by which query vectors are multiplied; without a map, the identity.
-
-    The candidate's map is in ``folder``.
-    """
-    matrix = torch.eye(dimension, dtype=torch.float64)
-    if candidate.system == "map":
-        matrix = load_matrix(candidate, folder)
-    with atomic_file(file) as temporary_file:
-        save_file({"matrix": matrix}, temporary_file)

@@ -18,7 +18,6 @@ from contaccum.encoders.export import insert_card_section
 from contaccum.evaluation.evaluator import RetrievalEvaluator
 from contaccum.evaluation.metrics import (
     BETTER,
-    LEVEL,
     MIN_CHANGED_GROUPS,
     WORSE,
     describe_difference,
@@ -51,10 +50,6 @@ _NUM_FIRST = 5  # documents among which users look for the right one
 _MEANINGS = {
     "new": "No training query is about these documents, as if they were added later.",
     "known": "Training had other queries about these documents, as in a search of fixed articles.",
-}
-_ADVICE = {
-    WORSE: "training made the search worse",
-    LEVEL: "training did not make the search significantly better",
 }
 
 
@@ -100,18 +95,6 @@ class Verdict:
     keeps_index: bool = False
     questions: str = ""
 
-    @property
-    def advice(self) -> str:
-        """A sentence with advice for the user; empty if training has paid."""
-        if self.keeps_index and self.word != WORSE:
-            return "The old index with the map is not significantly worse: nothing must be encoded."
-        if self.keeps_index:
-            return "The old index with the map is worse: encode all documents anew."
-        if self.word == BETTER:
-            return ""
-        where = f"{self.kind} documents" if self.kind else "the test set"
-        return f"On {where} {_ADVICE[self.word]}: keep {self.free_name}."
-
     def __str__(self) -> str:
         queries = f"{self.queries:,} held-out queries"
         if self.groups < self.queries:
@@ -137,8 +120,7 @@ class Verdict:
 
     def record(self) -> dict[str, Any]:
         """Return the verdict as the content of a JSON file."""
-        meaning = _MEANINGS.get(self.kind, "")
-        return {**asdict(self), "line": str(self), "advice": self.advice, "meaning": meaning}
+        return {**asdict(self), "line": str(self), "meaning": _MEANINGS.get(self.kind, "")}
 
     def warnings(self) -> list[str]:
         """Return warnings about the test alone: few groups of queries, and a better BM25."""
@@ -413,8 +395,7 @@ def write_verdicts_to_card(model_folder: Path, verdicts: Iterable[Verdict], base
     """Write the verdicts at the top of the model card; those of an earlier start are replaced."""
     paragraphs = []
     for verdict in verdicts:
-        record = verdict.record()
-        paragraphs += [f"**{verdict}**", record["meaning"], record["advice"]]
+        paragraphs += [f"**{verdict}**", _MEANINGS.get(verdict.kind, "")]
     paragraphs.append(f"By contaccum fit, from {base_name}.")
     text = "\n\n".join(paragraph for paragraph in paragraphs if paragraph)
     insert_card_section(model_folder, "verdict of contaccum fit", text)

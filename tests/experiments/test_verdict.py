@@ -8,8 +8,8 @@ from sample_texts import sentences
 from small_data import make_queries, write_beir
 
 from contaccum.data import load_beir_folder
+from contaccum.evaluation.metrics import LEVEL
 from contaccum.experiments.verdict import (
-    LEVEL,
     SYSTEMS,
     ScoreColumns,
     SystemResult,
