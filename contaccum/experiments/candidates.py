@@ -364,11 +364,9 @@ class Ladder:
         self._has_pool = False
         self._num_pool_documents = 0  # until `_make_pool`
         self._free_on_pool: Candidate
-
-    @cached_property
-    def _dev(self) -> DevSet:
-        """The dev set, on the first process."""
-        return self._load_dev(self.job.data / "dev")
+        self._dev: DevSet
+        if documents is not None:
+            self._dev = self._load_dev(job.data / "dev")
 
     @cached_property
     def _pool(self) -> DevSet:

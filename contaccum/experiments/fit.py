@@ -42,7 +42,7 @@ from contaccum.encoders.dual_encoder import DualEncoder
 from contaccum.encoders.names import model_name, require_model
 from contaccum.encoders.settings import get_tower
 from contaccum.errors import ConfigError, UserError
-from contaccum.evaluation.evaluator import RetrievalEvaluator, sample
+from contaccum.evaluation.evaluator import sample
 from contaccum.evaluation.metrics import BETTER, WORSE
 from contaccum.experiments.candidates import (
     BOTH_TOWERS,
@@ -571,10 +571,8 @@ def judge(
     job, free, split = ladder.job, ladder.free, read_split(ladder.job.data)
     job.status.start("test")
     with job.budget.measure("test"):
-        test_set = load_beir_folder(job.data / "test", "test")
-        evaluator = RetrievalEvaluator(test_set, batch_size=job.batch_size)
-        evaluator.documents = ladder.documents
-        results = search_test_set(evaluator, ladder, chosen, ladder.get_folder(chosen))
+        folder = ladder.get_folder(chosen)
+        test_set, results = search_test_set(job.data, ladder.documents, ladder, chosen, folder)
     first_scores = collect_scores(test_set, results)
     scores = pool_scores([first_scores, *fold_scores])
     verdicts = compute_verdicts(scores, free, chosen, 1 + len(fold_scores), split.questions)

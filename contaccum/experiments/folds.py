@@ -33,7 +33,6 @@ from contaccum.data.split import (
     split_data,
 )
 from contaccum.errors import ConfigError
-from contaccum.evaluation.evaluator import RetrievalEvaluator
 from contaccum.experiments.candidates import Candidate, Ladder, encode_corpus
 from contaccum.experiments.run import train
 from contaccum.experiments.verdict import ScoreColumns, collect_scores, search_test_set
@@ -185,10 +184,7 @@ def score_fold(number: int, ladder: Ladder, chosen: Candidate, pairs: Pairs) -> 
             )
 
     def test() -> ScoreColumns:
-        test_set = load_beir_folder(data / "test", "test")
-        evaluator = RetrievalEvaluator(test_set, batch_size=job.batch_size)
-        evaluator.documents = open_documents()
-        results = search_test_set(evaluator, ladder, chosen, folder)
+        test_set, results = search_test_set(data, open_documents(), ladder, chosen, folder)
         first_dev = load_beir_folder(job.data / "dev", "test")
         return collect_scores(test_set, results, number, first_dev)
 

@@ -11,7 +11,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from contaccum.data.beir import BeirDataset, get_positives
+from contaccum.data.beir import BeirDataset, get_positives, load_beir_folder
 from contaccum.data.near_duplicates import group_records, normalise
 from contaccum.data.records import Record
 from contaccum.encoders.export import insert_card_section
@@ -34,6 +34,7 @@ from contaccum.experiments.candidates import (
     search_with,
 )
 from contaccum.retrieval.bm25 import fuse_runs
+from contaccum.retrieval.documents import StoreDocuments
 
 SYSTEMS = ("bm25", "base", "base_with_bm25", "trained", "trained_with_bm25")
 """What is compared on the test set."""
@@ -145,13 +146,20 @@ class SystemResult(NamedTuple):
 
 
 def search_test_set(
-    evaluator: RetrievalEvaluator, ladder: Ladder, chosen: Candidate, folder: Path
-) -> dict[str, SystemResult]:
-    """Search the test set by each of `SYSTEMS`: BM25, and both models without and with it.
+    data: Path,
+    documents: StoreDocuments | None,
+    ladder: Ladder,
+    chosen: Candidate,
+    folder: Path,
+) -> tuple[BeirDataset, dict[str, SystemResult]]:
+    """Search the test set of a split by each of `SYSTEMS`; return it, and the results.
 
-    The evaluator's ``documents`` are the document vectors by the base model; the map or the model
-    of the chosen candidate is in ``folder``.
+    ``documents`` are the document vectors by the base model. The map or the model of the chosen
+    candidate is in ``folder``.
     """
+    test_set = load_beir_folder(data / "test", "test")
+    evaluator = RetrievalEvaluator(test_set, batch_size=ladder.job.batch_size)
+    evaluator.documents = documents
     bm25 = evaluator.search_bm25()
     runs = {"bm25": bm25}
     base = ladder.base_candidate
@@ -165,7 +173,7 @@ def search_test_set(
     for system, run in runs.items():
         means = evaluator.score_run(run)
         results[system] = SystemResult(means, evaluator.query_scores, run)
-    return results
+    return test_set, results
 
 
 def collect_scores(

@@ -26,18 +26,13 @@ from contaccum.settings import WITH_BANK, Settings, find, for_method, replace
 from contaccum.training.arguments import ContAccumTrainingArguments
 from contaccum.training.micro_batch import find_largest_divisor
 
-MICRO_BATCH = 16
-"""Most pairs per micro-batch on a CPU, which is 10 % faster with them than with 8."""
-MAX_QUERY_SIDE_MICRO_BATCH = 32
-"""Pairs per micro-batch of query-side training, in which only queries are encoded."""
+MICRO_BATCH = 16  # pairs at most, on a CPU; it is 10 % faster with them than with 8
+MAX_QUERY_SIDE_MICRO_BATCH = 32  # pairs, of which only the queries are encoded
 MAX_PAIRS_PER_UPDATE = 128
+# The learning rates that are tried first, for full training of a pretrained retriever with 384
+# hidden dimensions. `compute_start_rate` adapts them to other encoders.
 QUERY_SIDE_START_RATE = 1.6e-4
 START_RATE = 1e-4
-"""The learning rate that is tried first with a method, except query_side.
-
-Both rates are for full training of a pretrained retriever with 384 hidden dimensions.
-`compute_start_rate` adapts them to other encoders.
-"""
 
 _PROMPTS_FILE = Path(__file__).with_name("prompts.yaml")  # of families of models
 _MIN_UPDATES_PER_EPOCH = 8  # with a small data set, updates are made smaller
@@ -59,7 +54,7 @@ def check_given(model: str, given: Mapping[str, Any]) -> ContAccumTrainingArgume
     than the others, which wait for it.
 
     Returns:
-        The arguments of a training. `fit` reads the device and the batch sizes from them.
+        The arguments of a training, with the device and the batch sizes.
 
     Raises:
         ConfigError: for an unknown setting, or values that cannot work.
