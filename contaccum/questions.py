@@ -47,13 +47,11 @@ LIKE_EXAMPLES = (
 )
 ANSWER_ALONE = "Use the language of the passage. Answer with this text alone, in one line."
 NUM_EXAMPLES = 4
-MAX_CHARACTERS = 600
-"""The start of a passage of this length, some 100 words, is shown."""
+MAX_CHARACTERS = 600  # of a passage that are shown, some 100 words
 REQUEST = {"max_tokens": 100, "temperature": 0.7}
 """Fields of each request, which the user may change."""
 MAX_RETRIES = 6
-TIMEOUT = 300.0
-"""Seconds to wait for an answer, before it is asked for again."""
+TIMEOUT = 300.0  # seconds
 
 _BLOCK = 64  # documents that are sorted by length, so that neighbours may share their examples
 _SHARED = 16  # documents with the same examples: servers keep the start of such prompts in a cache
@@ -77,10 +75,8 @@ def make_prompts(
 ) -> Iterator[Prompt]:
     """Yield a prompt for each document, in a random order that is always the same.
 
-    Args:
-        documents: the documents.
-        pairs: (query, passage) of the user. The examples are drawn from those whose passages are
-            about as long as the document.
+    The examples are drawn from those pairs (query, passage) of the user whose passages are about as
+    long as the document.
     """
     random_numbers = random.Random(0)
     order = random_numbers.sample(range(len(documents)), len(documents))
@@ -110,7 +106,7 @@ def make_prompts(
 
 
 def make_client(url: str) -> openai.OpenAI:
-    """Return a client of a server. The key is read from the environment.
+    """Return a client of a server, with the key of the environment.
 
     Raises:
         ConfigError: the client is not installed, or the URL or the key cannot be used.
@@ -164,16 +160,6 @@ def ask(
         ) from error
 
 
-def read_answers(file: Path) -> Answers:
-    """Return the answers of earlier starts; a line that a kill has cut is dropped."""
-    answers = {}
-    for line in file.read_text(encoding="utf-8").splitlines() if file.exists() else []:
-        if line.endswith("}"):
-            row = json.loads(line)
-            answers[row["document"]] = row
-    return answers
-
-
 def ask_all(
     prompts: Iterator[Prompt],
     num_prompts: int,
@@ -188,11 +174,9 @@ def ask_all(
 ) -> Answers:
     """Append the missing answers to a file, until all are there or the budget is used.
 
-    The first call is alone, so that a wrong name of a model costs one call. After an error, or
-    Ctrl-C, the answers to the calls that are under way are still written.
-
-    Args:
-        max_calls, max_seconds: the budget of all starts.
+    The budget is that of all starts. The first call is alone, so that a wrong name of a model costs
+    one call. After an error, or Ctrl-C, the answers to the calls that are under way are still
+    written.
 
     Returns:
         The answers of all starts.
@@ -200,7 +184,10 @@ def ask_all(
     Raises:
         UserError: the server cannot be used.
     """
-    answers = read_answers(file)
+    answers: Answers = {}
+    for line in file.read_text(encoding="utf-8").splitlines() if file.exists() else []:
+        if line.endswith("}"):  # else a kill has cut it
+            answers[json.loads(line)["document"]] = json.loads(line)
     seconds_before = max((answer["seconds"] for answer in answers.values()), default=0.0)
     started = time.monotonic() - seconds_before
     num_missing = int(max(0, min(num_prompts, max_calls) - len(answers)))
@@ -276,12 +263,8 @@ def select_questions(
     """Return the records of the questions to keep, and the numbers of the others by reason.
 
     A question is kept if BM25 or the model finds its document among the first ``top_k``, and if it
-    is no near-duplicate of a passage, of a known query, or of another question.
-
-    Args:
-        documents: all documents, in which the questions are searched.
-        known_queries: the user's own queries, of which some may be held out.
-        model: a `DualEncoder`, which searches for documents that BM25 has not found.
+    is no near-duplicate of a passage, of a query of the user, which may be held out, or of another
+    question. The model, a `DualEncoder`, searches for documents that BM25 has not found.
     """
     reasons: Counter[str] = Counter()
     questions: dict[int, str] = {}

@@ -8,7 +8,6 @@ from pathlib import Path
 from typing import Any
 
 from contaccum.cli.options import Parser, is_first_process, print_at_once
-from contaccum.data.beir import resolve_beir_data
 from contaccum.data.records import SPLIT_RECORD, RecordSource, parse_columns
 from contaccum.data.split import SplitSettings
 from contaccum.encoders.names import DEFAULT_MODEL, find_demo_model, model_name, require_model
@@ -21,8 +20,6 @@ DEFAULT_BUDGET = "30m"
 DEMO_DATA = Path(__file__).resolve().parents[1] / "data" / "medquad" / "medquad.csv"
 DEMO_BUDGET = "5m"
 DEMO_LENGTH = 128  # tokens of a passage; the answers are longer, but the time is short
-EXIT_CODE_NOT_BETTER = 1
-"""Exit code if a verdict is not the one that ``--require`` demands."""
 
 
 def run(argv: Sequence[str]) -> int:
@@ -30,9 +27,6 @@ def run(argv: Sequence[str]) -> int:
 
     Returns:
         Exit code 0, or 1 if a verdict is not the one that ``--require`` demands.
-
-    Raises:
-        UserError: if the arguments, the data or the model cannot be used.
     """
     parser = _make_parser()
     args, training_arguments = parser.parse_known_args(argv)
@@ -52,23 +46,19 @@ def run(argv: Sequence[str]) -> int:
     print_at_once(f"fitting {fitted} to {data} in {args.budget}")
     if is_first_process():
         _require_files(args)
+    from contaccum.evaluation.metrics import BETTER
     from contaccum.experiments.fit import fit
-    from contaccum.experiments.verdict import BETTER
 
     options = vars(args)
     del options["demo"]
     required_word = options.pop("require")
     result = fit(**options, print_line=print_at_once, **settings)
     words = {verdict.word for verdict in result.verdicts.values()}
-    return EXIT_CODE_NOT_BETTER if required_word and words != {BETTER} else 0
+    return 1 if required_word and words != {BETTER} else 0
 
 
 def _set_up_demo(args: argparse.Namespace, settings: dict[str, Any]) -> None:
-    """Set data, model, budget and length for a first fit, unless the user has set them.
-
-    Raises:
-        UserError: if the model is neither installed nor to be had from the hub.
-    """
+    """Set data, model, budget and length for a first fit, unless the user has set them."""
     if args.data is None:
         args.data = str(DEMO_DATA)
     if args.budget is None:
@@ -95,8 +85,6 @@ def _require_files(args: argparse.Namespace) -> None:
             require_exists(path.expanduser())
     if not (data / SPLIT_RECORD).is_file():
         RecordSource(data, columns=args.data_columns, min_score=args.min_score)
-    for name in args.guard or []:
-        resolve_beir_data(name)
     # Of several models, one that cannot be loaded is left out; vectors take the place of a model.
     if args.vectors is None and len(args.model) == 1:
         require_model(args.model[0])
@@ -113,89 +101,31 @@ def _make_parser() -> Parser:
         "on_bad_record",
         usage="contaccum fit DATA [OPTIONS] [--key value ...]",
     )
-    parser.add_argument(
-        "data",
-        nargs="?",
-        metavar="DATA",
-        help="pairs in any format of docs/data.md, or a folder that contaccum split wrote",
-    )
-    parser.add_argument(
-        "--model",
-        nargs="+",
-        metavar="MODEL",
-        help="model to train, or several, of which the best one on dev is trained; default: "
-        f"{DEFAULT_MODEL}",
-    )
-    parser.add_argument(
-        "--demo",
-        action="store_true",
-        help="fit the 2,000 questions and answers of MedQuAD that come with contaccum, in "
-        f"{DEMO_BUDGET}",
-    )
-    parser.add_argument(
-        "--corpus",
-        type=Path,
-        metavar="PATH",
-        help="documents; dev and test are searched in all of them",
-    )
-    parser.add_argument(
-        "--budget",
-        metavar="TIME",
-        help="wall-clock time of the whole command, with the final training and the test, such as "
-        f"90s, 30m or 2h; default: {DEFAULT_BUDGET}",
-    )
-    parser.add_argument(
-        "--output",
-        type=Path,
-        default=Path("runs/fit"),
-        metavar="DIR",
-        help="folder of all results; default: %(default)s",
-    )
+    add = parser.add_argument
+    data = "pairs in any format of docs/data.md, or a folder that contaccum split wrote"
+    add("data", nargs="?", metavar="DATA", help=data)
+    model = "model to train, or several, of which the best one on dev is trained; default: "
+    add("--model", nargs="+", metavar="MODEL", help=model + DEFAULT_MODEL)
+    demo = f"fit 2,000 questions and answers of MedQuAD, which are installed, in {DEMO_BUDGET}"
+    add("--demo", action="store_true", help=demo)
+    corpus = "documents; dev and test are searched in all of them"
+    add("--corpus", type=Path, metavar="PATH", help=corpus)
+    budget = "wall-clock time of the whole command, such as 90s, 30m or 2h; default: "
+    add("--budget", metavar="TIME", help=budget + DEFAULT_BUDGET)
+    output = "folder of all results; default: %(default)s"
+    add("--output", type=Path, default=Path("runs/fit"), metavar="DIR", help=output)
     parser.add_data_options()
-    parser.add_argument(
-        "--min_score",
-        type=float,
-        metavar="SCORE",
-        help="least score or label of a pair that is a match, for scored pairs",
-    )
+    min_score = "least score or label of a pair that is a match, for scored pairs"
+    add("--min_score", type=float, metavar="SCORE", help=min_score)
     parser.add_held_out_options()
-    parser.add_argument(
-        "--bm25",
-        type=parse_bool,
-        default=True,
-        metavar="BOOL",
-        help="false: search with vectors alone, for engines that have no BM25; default: true",
-    )
-    parser.add_argument(
-        "--guard",
-        nargs="+",
-        metavar="SET",
-        help="other data, BEIR folders or public names, on which the model must not lose more than "
-        "0.01 nDCG@10",
-    )
-    parser.add_argument(
-        "--vectors",
-        type=Path,
-        metavar="DIR",
-        help="folder with the vectors of queries and documents, in place of a model: find the best "
-        "linear map of the query vectors (docs/vectors.md)",
-    )
-    parser.add_argument(
-        "--new_queries",
-        "--new-queries",
-        metavar="MODEL",
-        help="with --vectors: a new model for queries, whose vectors are mapped to the old ones of "
-        "the documents; the verdict says what it costs against encoding all documents anew",
-    )
-    parser.add_argument(
-        "--generated",
-        type=Path,
-        metavar="PATH",
-        help="questions of contaccum questions, or other pairs, that are never in dev or test",
-    )
-    parser.add_argument(
-        "--require",
-        choices=["better"],
-        help="end with exit code 1 unless the verdict, or each of two, is BETTER",
-    )
+    bm25 = "false: search with vectors alone, for engines that have no BM25; default: true"
+    add("--bm25", type=parse_bool, default=True, metavar="BOOL", help=bm25)
+    vectors = "folder with vectors of queries and documents, in place of a model (docs/vectors.md)"
+    add("--vectors", type=Path, metavar="DIR", help=vectors)
+    new = "with --vectors: a new model for queries; documents keep theirs (docs/new_model.md)"
+    add("--new_queries", metavar="MODEL", help=new)
+    generated = "questions of contaccum questions, or other pairs, that are never in dev or test"
+    add("--generated", type=Path, metavar="PATH", help=generated)
+    require = "end with exit code 1 unless the verdict, or each of two, is BETTER"
+    add("--require", choices=["better"], help=require)
     return parser

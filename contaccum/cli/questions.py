@@ -20,8 +20,6 @@ from contaccum.experiments.request import parse_duration
 from contaccum.files import fingerprint, require_exists, write_text
 from contaccum.redaction import refuse_credentials
 
-_NUM_SHOWN = 3  # questions
-
 
 def run(argv: Sequence[str]) -> int:
     """Ask for questions, write those to keep, and return exit code 0."""
@@ -89,7 +87,7 @@ def run(argv: Sequence[str]) -> int:
             raise DataError(f"{args.documents}: no question is left; try another --llm")
         lines = [json.dumps(record, ensure_ascii=False) + "\n" for record in records]
         write_text(args.output, lines)
-    for record in records[:_NUM_SHOWN]:
+    for record in records[:3]:
         print(f"{quoted(record['query'], 120)} for {quoted(record['positive'])}")
     print(f"written: {len(records):,} questions in {args.output}")
     return 0

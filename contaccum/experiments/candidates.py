@@ -23,97 +23,71 @@ import math
 import shutil
 import statistics
 import time
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from contextlib import suppress
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
+from functools import cached_property
 from pathlib import Path
 from typing import Any, NamedTuple
 
-import numpy as np
 import torch
-from safetensors.torch import load_file, save_file
-from torch.nn.functional import normalize
+from safetensors.torch import load_file
 
 from contaccum import work
-from contaccum.bank.full_softmax import NO_ROW, DocumentBlock, compute_full_softmax_loss
 from contaccum.data.beir import BeirDataset, load_beir_folder, read_split_queries
-from contaccum.data.records import read_passages, read_records
 from contaccum.data.rows import RecordReport
-from contaccum.data.sampling import text_ids
 from contaccum.data.split import (
     CORPUS_FILE,
     TRAIN_FILE,
     WITH_GENERATED_FILE,
-    Split,
+    read_split,
     write_part,
 )
 from contaccum.distributed import world_size
 from contaccum.encoders.dual_encoder import DualEncoder
-from contaccum.encoders.linear_map import append_linear_map, solve_linear_map
+from contaccum.encoders.linear_map import append_linear_map
 from contaccum.encoders.names import model_name
 from contaccum.evaluation.evaluator import RetrievalEvaluator
 from contaccum.evaluation.results import Run
-from contaccum.experiments.proposed import explain_no_query_side, make_settings
-from contaccum.experiments.run import TRAINING_FOLDER, Job, count_updates, train
+from contaccum.experiments.run import TRAINING_FOLDER, Job, Trained, train
 from contaccum.files import atomic_folder
 from contaccum.merging import merge_models
 from contaccum.retrieval.bm25 import FUSION_DEPTH, fuse_runs
-from contaccum.retrieval.documents import PositiveRows, StoreDocuments
-from contaccum.retrieval.encode import CorpusEncoder, encode_texts, model_fingerprint
+from contaccum.retrieval.documents import StoreDocuments
+from contaccum.retrieval.encode import CorpusEncoder, model_fingerprint
 from contaccum.retrieval.store import EmbeddingStore
-from contaccum.settings import DEFAULT_TEMPERATURE, Settings, replace, to_dict
+from contaccum.settings import Settings, replace, to_dict
 from contaccum.training.arguments import ContAccumTrainingArguments
+from contaccum.training.linear_map import MAP_FILE, RIDGES, get_map_key, write_linear_maps
+from contaccum.training.losses import count_rows
 from contaccum.training.passage_store import USELESS_SHARE_OF_BM25
-from contaccum.training.proposal import compute_start_rate, read_width
+from contaccum.training.proposal import (
+    compute_start_rate,
+    explain_no_query_side,
+    make_settings,
+    read_width,
+)
 from contaccum.training.setup import load_data, make_second_stage
 
-METRIC = "ndcg@10"
-"""The metric by which candidates are scored."""
-MEAN = "mean"
-"""The key of the mean over the kinds of documents, by which candidates are compared."""
-FREE, LINEAR_MAP, QUERY_TOWER, BOTH_TOWERS, FURTHER = range(5)
-"""The rungs."""
+MEAN = "mean"  # the key of the mean over the kinds of documents, by which candidates are compared
+FREE, LINEAR_MAP, QUERY_TOWER, BOTH_TOWERS, FURTHER = range(5)  # the rungs
+STORE_FOLDER = "store"
+CANDIDATES_FOLDER = "candidates"
+ANEW_FOLDER = "anew"  # of a new model that has encoded all documents
 
 BM25_WEIGHTS = tuple(round(0.1 * step, 1) for step in range(10))
-"""The weights of BM25 that are tried beside a model; the smallest of the best is chosen."""
-RIDGES = (1.0, 10.0, 100.0)
-"""The penalties of the maps in closed form; see `solve_linear_map`."""
-BLENDS = (0.5, 0.75)
-"""The shares of a map or a trained model in its averages with the base model."""
-MAP_FILE = "map.safetensors"
-CANDIDATES_FOLDER = "candidates"
-ANEW_FOLDER = "anew"
-"""The folder of a new model that has encoded all documents."""
-STORE_FOLDER = "store"
-RATE_FACTOR = 3.0
-"""Learning rates are tried that are higher or lower by this factor."""
-MAX_RATES = 4
-"""The number of rates of the query tower, at most."""
-QUERY_TOWER_EPOCHS = 3
-"""The length of a training of the query tower, if that is not given."""
-FIRST_LENGTH = 16
-"""The number of updates of the first training of both towers; each next one is about twice as long,
-and the last one takes the time that is left."""
-MAX_TRIALS_WITHOUT_GAIN = 2
-"""So many trainings in a row that are no better on dev end rung 3, and rung 4."""
-LARGEST_LOSS = 0.01
-"""A candidate may be so much worse than the best search without training on a kind of documents."""
-SMALL_GAIN = 0.002
-"""A dearer candidate must be better by more than this: less is noise."""
-MAX_POOL = 2000
-"""A dev corpus with more documents than this is reduced for models that must encode it anew."""
-MAX_MAP_PAIRS = 20_000
-"""The linear maps are learned from so many training pairs, at most."""
-MAP_PENALTY = 0.01
-"""The penalty of the map by gradients; see `train_map`."""
-MAX_EPOCHS = 20
-"""The largest number of epochs of a training whose length dev decides."""
+BLENDS = (0.5, 0.75)  # shares of a map or a trained model in its averages with the base model
+LARGEST_LOSS = 0.01  # against the best search without training, on each kind of documents
+SMALL_GAIN = 0.002  # a dearer candidate must be better by more than this: less is noise
+MAX_POOL = 2000  # a larger dev corpus is reduced for models that must encode it anew
 
-_GRADIENT_KEY = "gradient"
-_MAP_ITERATIONS = 25  # of L-BFGS; more gain nothing on dev
-_DOCUMENTS_PER_BLOCK = 8192
-_QUERIES_PER_PASS = 1024  # over the documents; limits the memory for their scores
-_POOL_DEPTH = 10  # top documents of each query in a run; nDCG@10 depends on no others
+RATE_FACTOR = 3.0  # between the learning rates that are tried
+MAX_RATES = 4  # of the query tower
+QUERY_TOWER_EPOCHS = 3
+FIRST_LENGTH = 16  # updates of the first training of both towers
+MAX_EPOCHS = 20  # of a training whose length dev decides
+MAX_TRIALS_WITHOUT_GAIN = 2  # in a row; then rung 3 ends, and rung 4
+
+_POOL_DEPTH = 10  # top documents of each query; nDCG@10 depends on no others
 _LEAST_SECONDS = 5.0  # for the updates of a training
 # Of the time that is left: the map by gradients may take so much; so may the last training of the
 # query tower, if another rate is to be tried before both towers are trained.
@@ -124,7 +98,7 @@ _RESERVE_FACTOR = 1.2  # times computed from earlier ones are multiplied by it; 
 _ROWS_PER_SHARD = 2000  # of a store; a killed process loses at most one shard
 
 Scores = dict[str, float]
-"""{kind of documents, `MEAN`, or the name of a guard: nDCG@10}."""
+"""{kind of documents, or `MEAN`: nDCG@10}."""
 
 
 @dataclass(frozen=True)
@@ -132,8 +106,6 @@ class Candidate:
     """A complete way to search.
 
     Attributes:
-        name: the name that is printed.
-        rung: the rung of the ladder.
         system: "bm25" alone, the "base" model, a "map" of its query vectors, a "trained" model, or
             a new model that encodes all documents "anew".
         bm25_weight: the weight of BM25 beside the vectors.
@@ -147,7 +119,7 @@ class Candidate:
         blend: the share of the map or of the trained weights; the rest is the base model's.
         ridge: see `solve_linear_map`; None for a map by gradients.
         train_file: the name of the file of its training records in the folder of the split.
-        number: the number in the order of the ladder, as it is printed.
+        number: the place in the order of the ladder.
     """
 
     name: str
@@ -168,16 +140,9 @@ class Candidate:
 
     @property
     def score(self) -> float:
-        """The score on dev by which candidates are compared."""
         return self.scores[MEAN]
 
-    @property
-    def map_key(self) -> str:
-        """The name of the map in `MAP_FILE`."""
-        return _GRADIENT_KEY if self.ridge is None else f"{self.ridge:g}"
-
     def describe(self) -> str:
-        """Return the name, with the weight of BM25 if there is one."""
         if self.system == "bm25" or self.bm25_weight == 0:
             return self.name
         return f"{self.name} with BM25"
@@ -188,8 +153,7 @@ class GivenVectors(NamedTuple):
 
     Attributes:
         documents: the vectors of the documents, which stay as they are.
-        new_model: the name of a new model for queries, which encodes all documents anew for
-            comparison.
+        new_model: the name of a new model for queries; "" if there is none.
         aligned: see `write_linear_maps`.
     """
 
@@ -199,22 +163,15 @@ class GivenVectors(NamedTuple):
 
 
 def loses_little(scores: Scores, free: Candidate) -> bool:
-    """Return whether no score is more than `LARGEST_LOSS` below that of ``free``.
-
-    Args:
-        scores: by kind of documents, and by guard.
-        free: the best search without training.
-    """
+    """Return whether no score is more than `LARGEST_LOSS` below the best one without training."""
     return all(free.scores[kind] - score <= LARGEST_LOSS for kind, score in scores.items())
 
 
 def choose(candidates: Sequence[Candidate], free: Candidate) -> Candidate:
     """Return the candidate with the best score on dev, or a cheaper one that is hardly worse.
 
-    No training is the cheapest, then what keeps the vectors of the documents.
-
-    Args:
-        free: the best search without training; see `loses_little`.
+    No training is the cheapest, then what keeps the vectors of the documents. ``free`` is the best
+    search without training; see `loses_little`.
     """
     allowed = [free, *(each for each in candidates if loses_little(each.scores, free))]
     best_score = max(candidate.score for candidate in allowed)
@@ -228,7 +185,6 @@ class DevSet:
     """Dev queries among some documents, with the scores of a search by kind of documents.
 
     Args:
-        dataset: queries, judgements and documents.
         kinds: {kind of documents: ids of its queries}.
         documents: vectors of documents by the base model; None: each search encodes them.
         has_bm25: False: nothing is searched with BM25 beside the vectors.
@@ -244,7 +200,7 @@ class DevSet:
     ) -> None:
         self.dataset = dataset
         # BM25 is added to so many of the best documents.
-        metrics = [METRIC, f"recall@{FUSION_DEPTH}"]
+        metrics = ["ndcg@10", f"recall@{FUSION_DEPTH}"]
         self.evaluator = RetrievalEvaluator(dataset, metrics, batch_size)
         self.evaluator.documents = documents
         self.bm25_run = self.evaluator.search_bm25()
@@ -261,168 +217,43 @@ class DevSet:
         return {**scores, MEAN: statistics.fmean(scores.values())}
 
     def weigh(self, run: Run, free: Candidate | None = None) -> dict[str, Any]:
-        """Return the best weight of BM25 beside a run, and the scores with and without it.
+        """Return the smallest of the best weights of BM25, and the scores with and without it.
 
-        Args:
-            free: the best search without training. A weight with which no kind of documents loses
-                much against it is better than any other; see `loses_little`.
+        A weight with which no kind of documents loses much against the best search without training
+        is better than any other.
         """
-        best: dict[str, Any] = {}
-        best_key = (False, -1.0)
-        for weight in self._weights:
-            scores = self.score(fuse_runs(run, self.bm25_run, weight))
-            key = (free is None or loses_little(scores, free), scores[MEAN])
-            if key > best_key:
-                best = {"bm25_weight": weight, "scores": scores}
-                best_key = key
-        return {**best, "vectors": self.score(run)}
+        scores = {
+            weight: self.score(fuse_runs(run, self.bm25_run, weight)) for weight in self._weights
+        }
+
+        def get_key(weight: float) -> tuple[bool, float]:
+            return free is None or loses_little(scores[weight], free), scores[weight][MEAN]
+
+        best = max(scores, key=get_key)
+        return {"bm25_weight": best, "scores": scores[best], "vectors": self.score(run)}
 
 
 def read_kinds(dev: Path) -> dict[str, list[str]]:
     """Return {kind of documents: ids of its dev queries}; a single kind is called "all"."""
-    queries = read_split_queries(dev, "test", RecordReport())
-    known: Collection[str] = ()
-    if (dev / "qrels" / "known.tsv").is_file():
-        known = read_split_queries(dev, "known", RecordReport())
-    kinds: dict[str, list[str]] = {"new": [], "known": []}
-    for query in queries:
-        kinds["known" if query in known else "new"].append(query)
-    if not (kinds["new"] and kinds["known"]):
-        return {"all": list(queries)}
-    return kinds
+    queries = list(read_split_queries(dev, "test", RecordReport()))
+    known = read_known_queries(dev)
+    new = [query for query in queries if query not in known]
+    if not known or not new:
+        return {"all": queries}
+    return {"new": new, "known": [query for query in queries if query in known]}
 
 
-def write_linear_maps(
-    base: DualEncoder,
-    train_file: Path,
-    documents: StoreDocuments,
-    batch_size: int,
-    folder: Path,
-    ridges: Sequence[float] = RIDGES,
-    seconds: float = 0.0,
-    aligned: tuple[torch.Tensor, torch.Tensor] | None = None,
-) -> None:
-    """Write the matrices of linear maps of query vectors to `MAP_FILE`, by `Candidate.map_key`.
-
-    There is one in closed form for each ridge, and one by gradients if there are seconds for it: q
-    becomes q M with M = I + W. They are learned from the first training pairs, at most about
-    `MAX_MAP_PAIRS`, without those whose passage has no vector. Vectors are L2-normalised if
-    documents are compared by cosine.
-
-    Args:
-        train_file: the training pairs. Beside it are the training documents, see `train_map`.
-        documents: the passages' vectors by the base model.
-        ridges: see `solve_linear_map`.
-        seconds: the time of the map by gradients.
-        aligned: vectors of the same documents by a new model and as given, (n, d) and (n, e). They
-            are further pairs, and M = W in closed form; the map by gradients starts there.
-    """
-    pairs: list[tuple[str, str]] = []
-    for record in read_records(train_file):
-        pairs += [(record.query, passage) for passage in record.positives]
-        if len(pairs) >= MAX_MAP_PAIRS:
-            break
-    has_vector = documents.contains(text_ids(passage for _, passage in pairs))
-    pairs = [pair for pair, is_found in zip(pairs, has_vector, strict=True) if is_found]
-    queries, passages = [query for query, _ in pairs], [passage for _, passage in pairs]
-    vectors = torch.from_numpy(encode_texts(base, queries, "query", batch_size))
-    x, p = vectors.double(), torch.from_numpy(documents.find_embeddings(passages)[1]).double()
-    if documents.similarity == "cos":
-        x, p = normalize(x), normalize(p)
-    all_x, all_p = x, p
-    origin = torch.eye(x.shape[1], dtype=torch.float64)
-    if aligned is not None:
-        all_x, all_p = torch.cat([x, aligned[0]]), torch.cat([p, aligned[1]])
-        origin = torch.zeros(x.shape[1], p.shape[1], dtype=torch.float64)
-
-    def solve(ridge: float) -> torch.Tensor:
-        return origin + solve_linear_map(all_x, all_p - all_x @ origin, ridge)
-
-    maps = {f"{ridge:g}": solve(ridge) for ridge in ridges}
-    if seconds > 0:
-        start = origin if aligned is None else solve(RIDGES[0])
-        corpus = train_file.with_name(CORPUS_FILE)
-        maps[_GRADIENT_KEY] = train_map(
-            x.float(), queries, passages, documents, corpus, start, seconds
-        )
-    save_file(maps, folder / MAP_FILE)
-
-
-def train_map(
-    vectors: torch.Tensor,
-    queries: Sequence[str],
-    passages: Sequence[str],
-    documents: StoreDocuments,
-    corpus: Path,
-    start: torch.Tensor,
-    seconds: float,
-) -> torch.Tensor:
-    """Return start + W, (d, e), for the W that minimises the exact softmax over documents.
-
-    L-BFGS minimises the mean loss of the mapped queries (see `contaccum.bank.full_softmax`) plus
-    `MAP_PENALTY` |W|^2, from W = 0 on, in `_MAP_ITERATIONS`, or until the seconds are over.
-
-    Args:
-        vectors: the vectors of the queries of n pairs, (n, d).
-        queries, passages: the texts of the pairs.
-        documents: the documents' vectors.
-        corpus: the training documents. Only these are negatives: documents of held-out queries
-            would be pushed away.
-        start: (d, e).
-    """
-    ends_at = time.monotonic() + seconds
-    positives = PositiveRows(documents, text_ids(queries), text_ids(passages))
-    rows_of_pairs = positives.label_batch(list(queries), list(passages))
-    corpus_ids = text_ids(
-        passage.passage for passage in read_passages(corpus, RecordReport(), may_be_blank=True)
-    )
-    corpus_rows = torch.from_numpy(np.unique(documents.match_text_ids(corpus_ids)[1]))
-    numbers = torch.full((len(documents) + 1,), NO_ROW)  # the last one is that of `NO_ROW`, -1
-    numbers[corpus_rows] = torch.arange(len(corpus_rows))
-    labels = numbers[rows_of_pairs]
-    started = vectors @ start.float()
-    weights = torch.zeros_like(start, dtype=torch.float32, requires_grad=True)
-    optimizer = torch.optim.LBFGS(
-        [weights], max_iter=_MAP_ITERATIONS, history_size=8, line_search_fn="strong_wolfe"
-    )
-    best: tuple[float, torch.Tensor] = (math.inf, weights.detach().clone())
-
-    def read_corpus() -> Iterator[DocumentBlock]:
-        for first in range(0, len(corpus_rows), _DOCUMENTS_PER_BLOCK):
-            rows = corpus_rows[first : first + _DOCUMENTS_PER_BLOCK]
-            yield DocumentBlock(first, documents.get_embeddings(rows))
-
-    def compute_loss() -> torch.Tensor:
-        nonlocal best
-        optimizer.zero_grad()
-        loss = MAP_PENALTY * weights.square().sum()
-        loss.backward()
-        for rows in torch.arange(len(vectors)).split(_QUERIES_PER_PASS):
-            if time.monotonic() > ends_at:
-                raise TimeoutError
-            mapped = started[rows] + vectors[rows] @ weights
-            part = compute_full_softmax_loss(
-                normalize(mapped) if documents.similarity == "cos" else mapped,
-                documents.get_embeddings(rows_of_pairs[rows, 0]),
-                labels[rows],
-                read_corpus(),
-                DEFAULT_TEMPERATURE[documents.similarity],
-            )
-            part = part * len(rows) / len(vectors)
-            part.backward()
-            loss = loss.detach() + part.detach()
-        best = min(best, (float(loss), weights.detach().clone()), key=lambda each: each[0])
-        return loss
-
-    with suppress(TimeoutError):
-        optimizer.step(compute_loss)
-    return start + best[1]
+def read_known_queries(folder: Path) -> Collection[str]:
+    """Return the ids of the queries of dev or test that are about known documents."""
+    if not (folder / "qrels" / "known.tsv").is_file():
+        return ()
+    return read_split_queries(folder, "known", RecordReport())
 
 
 def load_matrix(candidate: Candidate, folder: Path) -> torch.Tensor:
     """Return the matrix (d, e) of a candidate's map, by which a query vector is multiplied."""
-    matrix = load_file(folder / MAP_FILE)[candidate.map_key]
-    if candidate.blend == 1.0:
+    matrix = load_file(folder / MAP_FILE)[get_map_key(candidate.ridge)]
+    if candidate.blend == 1.0:  # it may not be square
         return matrix
     identity = torch.eye(len(matrix), dtype=matrix.dtype)
     return candidate.blend * matrix + (1.0 - candidate.blend) * identity
@@ -450,44 +281,33 @@ def encode_corpus(
     return corpus_encoder
 
 
-def load_trained(folder: Path, base: DualEncoder) -> DualEncoder:
-    """Load a model that was trained from the base model, on the same device.
-
-    Code that comes with the model is trusted if that of the base model is.
-    """
-    return DualEncoder.from_pretrained(
-        str(folder), device=str(base.device), trust_remote_code=base.trust_remote_code
-    )
-
-
 def load_candidate(candidate: Candidate, base: DualEncoder, folder: Path) -> DualEncoder:
-    """Return the model of a candidate; that of BM25 is the base model.
+    """Return the model of a candidate, from the folder with its map or its model.
 
-    Args:
-        folder: the folder with its map or its model.
+    That of BM25 is the base model. Code that comes with a model is trusted if that of the base
+    model is.
     """
+    if candidate.system in ("bm25", "base"):
+        return base
     if candidate.system == "map":
         model = copy.deepcopy(base)
         append_linear_map(model, load_matrix(candidate, folder))
         return model
-    if candidate.system == "anew":
-        return load_trained(folder / TRAINING_FOLDER, base)
-    if candidate.system == "trained":
-        return merge_models(base, load_trained(folder / TRAINING_FOLDER, base), candidate.blend)
-    return base
+    model = DualEncoder.from_pretrained(
+        str(folder / TRAINING_FOLDER),
+        device=str(base.device),
+        trust_remote_code=base.trust_remote_code,
+    )
+    return model if candidate.system == "anew" else merge_models(base, model, candidate.blend)
 
 
 def search_with(
     candidate: Candidate, base: DualEncoder, folder: Path, evaluator: RetrievalEvaluator
 ) -> Run:
-    """Search with the vectors of a candidate, or with BM25 alone.
+    """Search with the vectors of a candidate, whose map or model is in ``folder``, or with BM25.
 
-    Its model encodes only documents whose vectors neither the base model nor an earlier search has
-    left.
-
-    Args:
-        folder: the folder with its map or its model.
-        evaluator: its ``documents`` are the documents' vectors by the base model.
+    Its model encodes only documents whose vectors neither the base model (the evaluator's
+    ``documents``) nor an earlier search has left.
     """
     if candidate.system == "bm25":
         return evaluator.search_bm25()
@@ -505,20 +325,13 @@ def search_with(
 
 
 class Ladder:
-    """The candidates of a fit, and what scoring one needs.
-
-    All processes make it and call its methods together. The first one encodes and scores.
+    """The candidates of a fit. All processes call its methods together; the first one scores.
 
     Args:
-        job: the fit.
-        base: the base model.
         base_settings: settings of both towers' training, from which those of other methods follow.
         documents: vectors of all documents by the base model; on the first process.
         seconds_per_document: the time in which the base model encodes one.
-        split: the numbers of queries and documents of train, dev and test.
-        has_bm25: False: search with vectors alone.
         ends_at: the seconds of the budget after which the ladder ends.
-        guards: {name: other data}, on which a candidate must not lose more than `LARGEST_LOSS`.
         given: the vectors that are given; then nothing but their map can be trained.
     """
 
@@ -529,41 +342,40 @@ class Ladder:
         base_settings: Settings,
         documents: StoreDocuments | None,
         seconds_per_document: float,
-        split: Split,
-        has_bm25: bool,
         ends_at: float,
-        guards: Mapping[str, BeirDataset],
         given: GivenVectors | None = None,
     ) -> None:
         self.job = job
         self.base = base
         self.settings = base_settings
-        self.candidates: list[Candidate] = []
         self.documents = documents
-        self._seconds_per_document = seconds_per_document
-        self._split = split
-        self._has_bm25 = has_bm25
         self.given = given
-        self._train_file = TRAIN_FILE
-        self._has_one_tower = job.given.get("towers") == "one"
+        self.has_texts = given is None or given.documents.has_texts
+        self.candidates: list[Candidate] = []
+        self._seconds_per_document = seconds_per_document
         self._ends_at = ends_at
+        self._split = read_split(job.data)
+        self._kinds = read_kinds(job.data / "dev")
         self._folder = job.folder / CANDIDATES_FOLDER
-        self._dev_folder = job.data / "dev"
-        self._kinds = read_kinds(self._dev_folder)
-        self._dev: DevSet | None = None
-        self._pool: DevSet | None = None
-        self._guards: dict[str, DevSet] = {}
-        if documents is not None:
-            self._dev = self._load_dev(self._dev_folder)
-            self._pool = self._dev
-            for name, guard in guards.items():
-                kinds = {"all": list(guard.queries)}
-                self._guards[name] = DevSet(guard, kinds, documents, job.batch_size, has_bm25)
-        self._num_guard_documents = sum(len(dataset.corpus) for dataset in guards.values())
-        self._num_pool_documents = 0  # until the pool is made
-        self._free_on_pool: Candidate | None = None
-        self._least_seconds = _LEAST_SECONDS
+        self._has_bm25 = job.request["bm25"] and self.has_texts
+        self._has_one_tower = job.given.get("towers") == "one"
         self._has_fixed_length = bool({"max_steps", "num_train_epochs"} & job.given.keys())
+        self._train_file = TRAIN_FILE
+        self._has_pool = False
+        self._num_pool_documents = 0  # until `_make_pool`
+        self._free_on_pool: Candidate
+        self._dev: DevSet
+        if documents is not None:
+            self._dev = self._load_dev(job.data / "dev")
+
+    @cached_property
+    def _pool(self) -> DevSet:
+        """The dev set of models that encode its documents anew, on the first process."""
+        return self._load_dev(self._folder / "pool_data") if self._has_pool else self._dev
+
+    def _load_dev(self, folder: Path) -> DevSet:
+        dataset = load_beir_folder(folder, "test")
+        return DevSet(dataset, self._kinds, self.documents, self.job.batch_size, self._has_bm25)
 
     # Time, choice and scores ----------------------------------------------------------------------
 
@@ -587,6 +399,11 @@ class Ladder:
         return 0.0
 
     @property
+    def _least_seconds(self) -> float:
+        """The seconds of a training of both towers, at least those of the encoding that follows."""
+        return max(_LEAST_SECONDS, self._num_pool_documents * self._seconds_per_document)
+
+    @property
     def base_candidate(self) -> Candidate:
         """The base model with its best weight of BM25."""
         return self.candidates[1]
@@ -594,7 +411,7 @@ class Ladder:
     @property
     def free(self) -> Candidate:
         """The best search without training; of a new model's queries, encoding all anew."""
-        if self.given is not None and self.given.new_model:
+        if self.base_candidate.system == "anew":
             return self.base_candidate
         free = [each for each in self.candidates if each.rung == FREE]
         if not self._has_bm25:
@@ -613,10 +430,9 @@ class Ladder:
             return max(maps, key=lambda each: each.score, default=free)
         lower = [each for each in self.candidates if FREE < each.rung <= QUERY_TOWER]
         upper = [each for each in self.candidates if each.rung > QUERY_TOWER]
-        if not upper or not self._has_pool():
+        if not upper or not self._has_pool:
             return choose([*lower, *upper], free)
         best = self._score_on_pool(choose(lower, free))
-        assert self._free_on_pool is not None
         chosen = choose([best, *upper], self._free_on_pool)
         return self.candidates[chosen.number]
 
@@ -624,40 +440,42 @@ class Ladder:
         """Return the folder with the map or the model of a candidate."""
         return self._folder / candidate.folder
 
-    def _load_dev(self, folder: Path) -> DevSet:
-        dataset = load_beir_folder(folder, "test")
-        return DevSet(dataset, self._kinds, self.documents, self.job.batch_size, self._has_bm25)
-
-    def _has_pool(self) -> bool:
-        return work.on_first_rank(lambda: self._pool is not self._dev)
-
     def _score_on_pool(self, candidate: Candidate) -> Candidate:
         """Return a candidate with its scores among the documents of the pool."""
 
         def score() -> dict[str, Any]:
-            assert self._pool is not None
-            return {"scores": self._score_search(candidate, self._pool)}
+            run = self._search(self._pool, candidate)
+            fused = fuse_runs(run, self._pool.bm25_run, candidate.bm25_weight)
+            return {"scores": self._pool.score(fused)}
 
-        if not self._has_pool():
+        if not self._has_pool:
             return candidate
         folder = self._folder / "pool" / candidate.name.replace("/", "-")
         scores = work.once(folder, self.job.request, score)["scores"]
         return dataclasses.replace(candidate, scores={**candidate.scores, **scores})
 
     def _add(
-        self, folder_name: str, make: Callable[[Path], list[dict[str, Any]]]
+        self,
+        folder_name: str,
+        make: Callable[[Trained], list[Candidate]],
+        settings: Settings | None = None,
+        seconds: float | None = None,
     ) -> list[Candidate]:
         """Make the candidates of a folder once, and add them; print the best one of them.
 
-        Args:
-            folder_name: below the folder of the candidates.
-            make: returns the candidates, as JSON; all processes call it with the folder.
+        The first process makes them, after the training of all processes if there are settings for
+        it; see `train`.
         """
         folder = self._folder / folder_name
         self.job.status.start(f"candidate {len(self.candidates)}: {folder_name.replace('_', ' ')}")
-        found = work.once(
-            folder, self.job.request, lambda: {"candidates": make(folder)}, all_ranks=True
-        )
+
+        def train_and_make() -> dict[str, Any]:
+            trained = Trained(0, 0.0, [])
+            if settings is not None:
+                trained = train(settings, folder, self.job.status, seconds)
+            return {"candidates": work.on_first_rank(lambda: list(map(asdict, make(trained))))}
+
+        found = work.once(folder, self.job.request, train_and_make, all_ranks=True)
         added = []
         for row in found["candidates"]:
             added.append(Candidate(**{**row, "number": len(self.candidates)}))
@@ -680,9 +498,8 @@ class Ladder:
     def _search(self, dev: DevSet, candidate: Candidate) -> Run:
         return search_with(candidate, self.base, self.get_folder(candidate), dev.evaluator)
 
-    def _score(self, candidate: Candidate, dev: DevSet | None) -> dict[str, Any]:
-        """Return a candidate with its scores on dev, as JSON; on the first process."""
-        assert dev is not None
+    def _score(self, candidate: Candidate, dev: DevSet) -> Candidate:
+        """Return a candidate with its scores on dev; on the first process."""
         free = None
         if candidate.rung > FREE:
             free = self.free if dev is self._dev else self._free_on_pool
@@ -690,16 +507,8 @@ class Ladder:
             scored: dict[str, Any] = {"bm25_weight": 1.0, "scores": dev.score(dev.bm25_run)}
         else:
             scored = dev.weigh(self._search(dev, candidate), free)
-        candidate = dataclasses.replace(candidate, **scored)
-        for name, guard in self._guards.items():
-            candidate.scores[f"guard {name}"] = self._score_search(candidate, guard)[MEAN]
         seconds = round(self.job.budget.used_here(), 1)  # of this process, which is the first
-        return {**asdict(candidate), "seconds": seconds}
-
-    def _score_search(self, candidate: Candidate, dev: DevSet) -> Scores:
-        """Return the scores of a candidate with BM25 at its weight."""
-        run = self._search(dev, candidate)
-        return dev.score(fuse_runs(run, dev.bm25_run, candidate.bm25_weight))
+        return dataclasses.replace(candidate, **scored, seconds=seconds)
 
     # The rungs ------------------------------------------------------------------------------------
 
@@ -737,16 +546,12 @@ class Ladder:
         return ", with generated questions" if self._train_file == WITH_GENERATED_FILE else ""
 
     def _search_without_training(self) -> None:
-        def score() -> list[dict[str, Any]]:
-            has_texts = self.documents is None or self.documents.has_texts
-            bm25 = Candidate("BM25" if has_texts else "BM25, without texts", FREE, "bm25")
-            base = Candidate(model_name(self.settings.model), FREE, "base")
-            if self.given is not None and self.given.new_model:
-                name = f"{self.given.new_model}, all encoded anew"
-                base = Candidate(name, FREE, "anew", folder=ANEW_FOLDER)
-            return [self._score(bm25, self._dev), self._score(base, self._dev)]
-
-        self._add("no_training", lambda folder: work.on_first_rank(score))
+        bm25 = Candidate("BM25" if self.has_texts else "BM25, without texts", FREE, "bm25")
+        base = Candidate(model_name(self.settings.model), FREE, "base")
+        if self.given is not None and self.given.new_model:
+            name = f"{self.given.new_model}, all encoded anew"
+            base = Candidate(name, FREE, "anew", folder=ANEW_FOLDER)
+        self._add("no_training", lambda _: [self._score(each, self._dev) for each in (bm25, base)])
 
     def _fit_linear_maps(self) -> None:
         folder_name = "linear_map" if self._train_file == TRAIN_FILE else "linear_map-generated"
@@ -757,22 +562,22 @@ class Ladder:
         num_scored = len(RIDGES) + 1 + len(BLENDS)
         seconds = share * (self.left() - num_scored * self._seconds_per_score)
 
-        def fit_and_score(folder: Path) -> list[dict[str, Any]]:
+        def fit_and_score(_: Trained) -> list[Candidate]:
             assert self.documents is not None
             train_file = self.job.data / self._train_file
+            folder = self._folder / folder_name
             batch_size = self.job.batch_size
             aligned = self.given and self.given.aligned
             started = time.monotonic()
             write_linear_maps(
                 self.base, train_file, self.documents, batch_size, folder, RIDGES, seconds, aligned
             )
-            made_in = time.monotonic() - started
             candidate = Candidate(
                 f"linear map by gradients{self._shown_questions}",
                 LINEAR_MAP,
                 "map",
                 folder=folder_name,
-                training_seconds=made_in,
+                training_seconds=time.monotonic() - started,
                 train_file=self._train_file,
             )
             maps = []
@@ -781,20 +586,19 @@ class Ladder:
                 maps.append(dataclasses.replace(candidate, name=shown, ridge=ridge))
             if seconds > 0:
                 maps.append(candidate)
-            rows = [self._score(each, self._dev) for each in maps]
-            if aligned is not None:  # a new model's vectors as they are mean nothing here
-                return rows
-            best = Candidate(**max(rows, key=lambda row: row["scores"][MEAN]))
-            return rows + [self._score(_blend(best, blend), self._dev) for blend in BLENDS]
+            scored = [self._score(each, self._dev) for each in maps]
+            if aligned is None:  # a new model's vectors as they are mean nothing here
+                best = max(scored, key=lambda each: each.score)
+                scored += [self._score(_blend(best, blend), self._dev) for blend in BLENDS]
+            return scored
 
-        self._add(folder_name, lambda folder: work.on_first_rank(fit_and_score, folder))
+        self._add(folder_name, fit_and_score)
 
     def _train_query_tower(self, largest_share: float) -> None:
         """Train the query tower at the first rate, and at others.
 
-        Args:
-            largest_share: another rate is tried if the last training has taken at most this share
-                of the time that is left.
+        Another rate is tried if the last training has taken at most the largest share of the time
+        that is left.
         """
         rate = first_rate = self._choose_rate("query_side")
         trained: list[Candidate] = []  # the best of each rate
@@ -810,7 +614,7 @@ class Ladder:
             num_updates = self._count_updates(settings, QUERY_TOWER_EPOCHS)
             shown = f"query tower at {rate:g}"
             added = [each for each in self.candidates if each.folder == folder_name] or self._train(
-                folder_name, shown, QUERY_TOWER, settings, num_updates, seconds, (1.0, *BLENDS)
+                folder_name, shown, QUERY_TOWER, settings, num_updates, seconds
             )
             trained.append(max(added, key=lambda each: each.score))
             scores = [each.score for each in trained]
@@ -861,7 +665,8 @@ class Ladder:
                 break
             # The time may have made a training longer or shorter than was meant.
             length = min(2 * max(candidate.updates for candidate in trained), longest)
-        self._blend_both_towers()
+        if trained:
+            self._blend_both_towers(max(trained, key=lambda each: each.score))
 
     def _estimate_seconds_per_update(
         self, settings: Settings, trained: Sequence[Candidate]
@@ -874,23 +679,14 @@ class Ladder:
         num_encodings = _ENCODINGS_PER_PAIR * args.total_train_batch_size
         return num_encodings * self._seconds_per_document / world_size()
 
-    def _blend_both_towers(self) -> None:
+    def _blend_both_towers(self, best: Candidate) -> None:
         """Average the best model with the base model, if a kind of documents has lost too much."""
-        upper = [each for each in self.candidates if each.rung == BOTH_TOWERS]
-        if not upper:
-            return
-        best = max(upper, key=lambda each: each.score)
         folder_name = f"{best.folder}-blends"
-        assert self._free_on_pool is not None
         needs_blends = not loses_little(best.scores, self._free_on_pool)
         has_time = self._get_training_seconds() > len(BLENDS) * self._least_seconds
-        if not (self._is_done(folder_name) or (needs_blends and has_time)):
-            return
-
-        def score() -> list[dict[str, Any]]:
-            return [self._score(_blend(best, blend), self._pool) for blend in BLENDS]
-
-        self._add(folder_name, lambda folder: work.on_first_rank(score))
+        if self._is_done(folder_name) or (needs_blends and has_time):
+            blends = [_blend(best, blend) for blend in BLENDS]
+            self._add(folder_name, lambda _: [self._score(each, self._pool) for each in blends])
 
     def _train_further(self) -> None:
         """Go on from the best training of both towers, with one change at a time.
@@ -933,8 +729,7 @@ class Ladder:
     def _train_second_stage(self, first: Candidate) -> list[Candidate]:
         """Train the query tower of a trained model against the documents that it encodes.
 
-        Returns:
-            The candidate; none if there is no time, or if the time cannot be known.
+        There is no candidate if there is no time, or if the time cannot be known.
         """
         folder_name = f"{first.folder}-second_stage"
         query_towers = [each for each in self.candidates if each.rung == QUERY_TOWER]
@@ -949,10 +744,11 @@ class Ladder:
         options = {**first.settings, "trust_remote_code": self.base.trust_remote_code}
         two_stages = replace(Settings(), **options, second_stage=corpus)
         first_folder = self.get_folder(first)
-        settings = make_second_stage(two_stages, str(first_folder / TRAINING_FOLDER))
 
-        def make(folder: Path) -> list[dict[str, Any]]:
-            trained = train(settings, folder, self.job.status)
+        def score(trained: Trained) -> list[Candidate]:
+            # The documents' vectors are those of the first stage.
+            with atomic_folder(self._folder / folder_name / STORE_FOLDER) as store:
+                shutil.copytree(first_folder / STORE_FOLDER, store, dirs_exist_ok=True)
             candidate = Candidate(
                 f"{first.name}, second stage",
                 FURTHER,
@@ -963,16 +759,10 @@ class Ladder:
                 training_seconds=first.training_seconds + trained.seconds,
                 train_file=first.train_file,
             )
+            return [self._score(candidate, self._pool)]
 
-            def score() -> list[dict[str, Any]]:
-                # The documents' vectors are those of the first stage.
-                with atomic_folder(folder / STORE_FOLDER) as store:
-                    shutil.copytree(first_folder / STORE_FOLDER, store, dirs_exist_ok=True)
-                return [self._score(candidate, self._pool)]
-
-            return work.on_first_rank(score)
-
-        return self._add(folder_name, make)
+        settings = make_second_stage(two_stages, str(first_folder / TRAINING_FOLDER))
+        return self._add(folder_name, score, settings)
 
     # Parts of the rungs ---------------------------------------------------------------------------
 
@@ -984,24 +774,16 @@ class Ladder:
         settings: Settings,
         num_updates: int,
         seconds: float,
-        blends: Sequence[float] = (1.0,),
     ) -> list[Candidate]:
-        """Train in a folder, once, and score the model on dev.
+        """Train in a folder, once, and score the model on dev; the query tower also in its blends.
 
-        Args:
-            shown: the first words of the candidate's name.
-            num_updates, seconds: the length of the training, and its time if that ends sooner. If
-                the user has given the length, they are not used.
-            blends: the shares of the trained weights in the models to score.
+        ``shown`` are the first words of the candidate's name. The training ends after so many
+        updates or seconds, unless the user has given its length.
         """
 
-        def make(folder: Path) -> list[dict[str, Any]]:
-            if self._has_fixed_length:
-                trained = train(settings, folder, self.job.status)
-                written = settings
-            else:
-                limited = replace(settings, max_steps=num_updates)
-                trained = train(limited, folder, self.job.status, seconds)
+        def score(trained: Trained) -> list[Candidate]:
+            written = settings
+            if not self._has_fixed_length:
                 written = replace(settings, learning_rates=trained.rates)
             candidate = Candidate(
                 f"{shown}, {trained.updates} updates{self._shown_questions}",
@@ -1013,43 +795,51 @@ class Ladder:
                 training_seconds=trained.seconds,
                 train_file=self._train_file,
             )
+            if rung == QUERY_TOWER:
+                blends = [_blend(candidate, blend) for blend in (1.0, *BLENDS)]
+                return [self._score(each, self._dev) for each in blends]
+            folder = self.get_folder(candidate)
+            encoder = load_candidate(candidate, self.base, folder)
+            corpus = self._pool.dataset.path / CORPUS_FILE
+            precision = "bfloat16" if settings.bf16 else "float32"
+            encode_corpus(self.job, encoder, shown, corpus, folder / STORE_FOLDER, precision)
+            return [self._score(candidate, self._pool)]
 
-            def score() -> list[dict[str, Any]]:
-                dev = self._dev if rung == QUERY_TOWER else self._pool
-                if rung != QUERY_TOWER:
-                    assert dev is not None
-                    encoder = load_candidate(candidate, self.base, folder)
-                    corpus = dev.dataset.path / CORPUS_FILE
-                    store = folder / STORE_FOLDER
-                    precision = "bfloat16" if settings.bf16 else "float32"
-                    encode_corpus(self.job, encoder, shown, corpus, store, precision)
-                return [self._score(_blend(candidate, blend), dev) for blend in blends]
-
-            return work.on_first_rank(score)
-
-        return self._add(folder_name, make)
+        if self._has_fixed_length:
+            return self._add(folder_name, score, settings)
+        return self._add(folder_name, score, replace(settings, max_steps=num_updates), seconds)
 
     def _choose_rate(self, method: str) -> float:
-        given = self.job.given.get("learning_rate")
-        if given is not None:
-            return float(given)
+        if "learning_rate" in self.job.given:
+            return float(self.job.given["learning_rate"])
         bm25, base = self.candidates[:2]
         is_base_weak = base.vectors[MEAN] < USELESS_SHARE_OF_BM25 * bm25.score
         has_adapter = self.settings.lora_r is not None
         width = read_width(self.settings.model)
         return compute_start_rate(method, width, has_adapter, is_base_weak)
 
-    def _make_settings(self, method: str, **changes: Any) -> Settings:
-        changes["train_data"] = [str(self.job.data / self._train_file)]
-        store = str(self.job.store)
-        return make_settings(self.settings, method, self.job.given, store, **changes)
+    def _make_settings(self, method: str, learning_rate: float) -> Settings:
+        return make_settings(
+            self.settings,
+            method,
+            self.job.given,
+            str(self.job.store),
+            learning_rate=learning_rate,
+            train_data=[str(self.job.data / self._train_file)],
+        )
 
     def _count_updates(self, settings: Settings, num_epochs: float) -> int:
         """Return the number of updates of so many epochs, or the number that the user has given."""
         if not self._has_fixed_length:
             settings = replace(settings, num_train_epochs=num_epochs)
         args = ContAccumTrainingArguments.from_settings(settings)
-        return count_updates(load_data(settings).dataset, args)
+        if args.max_steps > 0:
+            return args.max_steps
+        num_rows = count_rows(load_data(settings).dataset)
+        assert num_rows is not None  # streams have no length, but they need max_steps
+        assert args.total_train_batch_size is not None  # computed when the arguments are created
+        updates_per_epoch = math.ceil(num_rows / args.total_train_batch_size)
+        return max(1, math.ceil(updates_per_epoch * args.num_train_epochs))
 
     def _get_training_seconds(self) -> float:
         """Return the seconds that a training of both towers may take.
@@ -1057,7 +847,6 @@ class Ladder:
         The trained model then encodes the documents of dev, which are most of those of test.
         """
         num_documents = max(self._num_pool_documents, self._split.documents["test"])
-        num_documents += self._num_guard_documents
         seconds = _RESERVE_FACTOR * num_documents * self._seconds_per_document
         return self.left() - seconds - self._seconds_per_score
 
@@ -1072,44 +861,24 @@ class Ladder:
 
         def write() -> dict[str, Any]:
             dev = self._dev
-            assert dev is not None
             is_reduced = len(dev.dataset.corpus) > MAX_POOL
             if is_reduced:
-                run = self._search(dev, best)
-                base_run = self._search(dev, self.base_candidate)
-                base_weight = self.base_candidate.bm25_weight
-                runs = [
-                    dev.bm25_run,
-                    base_run,
-                    fuse_runs(base_run, dev.bm25_run, base_weight),
-                    run,
-                    fuse_runs(run, dev.bm25_run, best.bm25_weight),
-                ]
+                runs = [dev.bm25_run]
+                for candidate in (self.base_candidate, best):
+                    run = self._search(dev, candidate)
+                    runs += [run, fuse_runs(run, dev.bm25_run, candidate.bm25_weight)]
                 write_part(dev.dataset, pool_documents(dev.dataset, runs), folder)
             return {"is_reduced": is_reduced}
 
-        def load_and_count() -> int:
-            if is_reduced:
-                self._pool = self._load_dev(folder)
-            assert self._pool is not None
-            return len(self._pool.dataset.corpus)
-
-        is_reduced = work.once(folder, self.job.request, write)["is_reduced"]
-        self._num_pool_documents = work.on_first_rank(load_and_count)
+        self._has_pool = work.once(folder, self.job.request, write)["is_reduced"]
+        self._num_pool_documents = work.on_first_rank(lambda: len(self._pool.dataset.corpus))
         self._free_on_pool = self._score_on_pool(self.free)
-        # As much time for the training as for the encoding that it causes, at least.
-        self._least_seconds = max(
-            _LEAST_SECONDS, self._num_pool_documents * self._seconds_per_document
-        )
 
 
 def pool_documents(dataset: BeirDataset, runs: Sequence[Run]) -> set[str]:
     """Return the ids of the judged documents and of the top documents of each run and query.
 
     The system that made a run has the same nDCG@10 on this pool as on the whole corpus.
-
-    Args:
-        runs: {query id: {document id: score}} for each system.
     """
     pool: set[str] = set()
     for judgements in dataset.qrels.values():

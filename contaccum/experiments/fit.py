@@ -19,35 +19,33 @@ import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
-from dataclasses import asdict, dataclass, fields
+from dataclasses import asdict, dataclass
 from datetime import UTC, datetime
 from functools import cached_property
 from pathlib import Path
 from typing import Any
 
 import numpy as np
+import torch
+from safetensors.torch import save_file
 
 from contaccum import __version__, work
-from contaccum.data.beir import BeirDataset, load_beir_folder, read_split_queries
+from contaccum.data.beir import load_beir_folder
 from contaccum.data.corpus import get_passage_texts
-from contaccum.data.near_duplicates import find_near_duplicates, group_queries
 from contaccum.data.records import Columns, parse_columns, read_records
-from contaccum.data.rows import OnBadRecord, RecordReport
-from contaccum.data.split import CORPUS_FILE, TRAIN_FILE, Future, Split, read_split
+from contaccum.data.rows import OnBadRecord
+from contaccum.data.split import CORPUS_FILE, TRAIN_FILE, Future, read_split
 from contaccum.data.vectors import SIDES, find_vectors
 from contaccum.distributed import rank, world_size
 from contaccum.encoders.dual_encoder import DualEncoder
 from contaccum.encoders.names import DEFAULT_MODEL, model_name, require_model
 from contaccum.encoders.settings import get_tower
-from contaccum.errors import ConfigError, DataError, UserError, quoted
-from contaccum.evaluation.beir import load_data as load_beir
-from contaccum.evaluation.evaluator import RetrievalEvaluator, sample
-from contaccum.evaluation.metrics import BETTER, WORSE, sign_flip_test
-from contaccum.experiments.budget import format_duration, measure_seconds_per_document
+from contaccum.errors import ConfigError, UserError
+from contaccum.evaluation.evaluator import sample
+from contaccum.evaluation.metrics import BETTER, WORSE
 from contaccum.experiments.candidates import (
     BOTH_TOWERS,
     CANDIDATES_FOLDER,
-    MAP_FILE,
     MEAN,
     Candidate,
     DevSet,
@@ -55,34 +53,28 @@ from contaccum.experiments.candidates import (
     Ladder,
     encode_corpus,
     load_candidate,
+    load_matrix,
     read_kinds,
 )
-from contaccum.experiments.comparison import (
+from contaccum.experiments.folds import Pairs, score_fold
+from contaccum.experiments.request import format_duration, parse_duration, read_given
+from contaccum.experiments.run import TRAINING_FOLDER, Job
+from contaccum.experiments.vectors import load_new_model, load_vectors
+from contaccum.experiments.verdict import (
     ScoreColumns,
+    Verdict,
     collect_scores,
     compare_queries,
+    compute_verdicts,
+    describe_vectors,
     pool_scores,
     search_test_set,
     tabulate,
-)
-from contaccum.experiments.folds import Pairs, score_fold
-from contaccum.experiments.proposed import (
-    check_given,
-    make_base_settings,
-    propose_settings,
-)
-from contaccum.experiments.request import parse_duration, read_given
-from contaccum.experiments.run import TRAINING_FOLDER, Job
-from contaccum.experiments.vectors import load_new_model, load_vectors, write_map
-from contaccum.experiments.verdict import (
-    Verdict,
-    compute_verdicts,
-    describe_vectors,
-    warn_of_test,
     write_verdicts_to_card,
 )
 from contaccum.files import (
     AnyPath,
+    atomic_file,
     atomic_folder,
     hash_path,
     provenance,
@@ -91,23 +83,26 @@ from contaccum.files import (
 )
 from contaccum.progress import StatusLine
 from contaccum.report.fit_page import build_fit_page
-from contaccum.retrieval.bm25 import fuse_runs, write_bm25_weight
+from contaccum.retrieval.bm25 import write_bm25_weight
 from contaccum.retrieval.documents import StoreDocuments
 from contaccum.retrieval.encode import encode_texts
 from contaccum.retrieval.store import EmbeddingStore
 from contaccum.settings import Settings, find, replace, to_yaml
+from contaccum.training.linear_map import MAP_FILE
 from contaccum.training.passage_store import STORE_FOLDER
+from contaccum.training.proposal import check_given, make_base_settings, propose_settings
 from contaccum.training.setup import load_encoder
 
 CONFIG_FILE = "config.yaml"
 REPORT_FILE = "report.html"
-LOG_FILE = "log.txt"
-"""What libraries have printed."""
+LOG_FILE = "log.txt"  # what libraries have printed
 
 _MAX_BASE_DOCUMENTS = 2000  # a sample of dev, by which several base models are compared
 _MAX_SHARE_OF_BASE_MODEL = 0.1  # of the time left, for scoring one of several base models
 _LADDER_SHARE = 0.5  # of the budget, if other splits follow, in each of which it is repeated
-_MEASURED_TEXTS = 16  # texts by which the time of float32 and bf16 is compared
+_MEASURED_DOCUMENTS = 64  # by which the time of encoding is measured
+_WARM_UP_DOCUMENTS = 4
+_MEASURED_TEXTS = 16  # by which the time of float32 and bf16 is compared
 _MIN_SPEED_UP = 1.1  # a smaller one may be noise
 _MAX_UNKNOWN_SHARE = 0.5  # of the tokens of queries; a base model with more cannot read them
 _MAX_QUERIES = 1000  # whose tokens are counted
@@ -165,7 +160,6 @@ def fit(
     test: float | None = None,
     future: Future | None = None,
     bm25: bool = True,
-    guard: AnyPath | Sequence[AnyPath] | None = None,
     vectors: AnyPath | None = None,
     new_queries: AnyPath | None = None,
     generated: AnyPath | None = None,
@@ -195,14 +189,12 @@ def fit(
             passages that it has not seen, "both" for half of each; None: "both" if the data have
             enough passages with several queries, else "new".
         bm25: False: search with vectors alone, for engines that have no BM25.
-        guard: BEIR folders or public names of other data. No candidate is chosen that loses more
-            than 0.01 nDCG@10 on one of them.
-        vectors: a folder with the vectors of queries and documents, in place of a model, whose
-            ladder ends after the linear map; see docs/vectors.md.
+        vectors: a folder with the vectors of queries and documents, in place of a model; see
+            docs/vectors.md.
         new_queries: a new model that encodes the queries, while the documents keep their old
             ``vectors``. The verdict says what that costs against encoding all documents anew.
-        generated: questions that a model has generated, to train on only: none of them is in dev
-            or test. Candidates with and without them are compared on dev.
+        generated: questions that a model has generated, to train on only. Candidates with and
+            without them are compared on dev.
         print_line: is called with each line for the user.
         settings: options of `contaccum train`, such as ``learning_rate=1e-5``, which `fit` then
             does not choose. None stands for an option that is not given.
@@ -212,10 +204,11 @@ def fit(
     """
     # What can be refused at once is refused before anything is written.
     given = read_given(settings)
-    models = list(dict.fromkeys(map(os.path.expanduser, list_names(model))))
+    names = [model] if isinstance(model, (str, os.PathLike)) else model
+    models = list(dict.fromkeys(os.path.expanduser(os.fspath(name)) for name in names))
     pairs = Pairs(
         path=Path(data).expanduser(),
-        corpus=None if corpus is None else Path(corpus).expanduser(),
+        corpus=expand(corpus),
         corpus_columns=parse_columns(corpus_columns, "corpus_columns") or None,
         columns=parse_columns(data_columns) or None,
         on_bad_record=on_bad_record,
@@ -223,17 +216,16 @@ def fit(
         test=test,
         future=future,
         min_score=min_score,
-        generated=None if generated is None else Path(generated).expanduser(),
+        generated=expand(generated),
     )
     folder = Path(output).expanduser().absolute()
     seconds = parse_duration(budget)
-    vectors_folder = None if vectors is None else Path(vectors).expanduser()
+    vectors_folder = expand(vectors)
     if vectors_folder is not None:
-        models = check_vectors(vectors_folder, models, new_queries, guard, given)
+        models = check_vectors(vectors_folder, models, new_queries, given)
     elif new_queries is not None:
         raise ConfigError("new_queries needs the old vectors of the documents: give vectors")
     args = check_given(models[0] if models else DEFAULT_MODEL, given)
-    guards = {name: load_beir(name) for name in list_names(guard)}
     if len(models) == 1:  # of several, one that cannot be loaded is left out
         require_model(models[0])
     request = {
@@ -243,7 +235,6 @@ def fit(
         "vectors": vectors_folder and hash_path(str(vectors_folder)),
         "new queries": new_queries is not None,
         "bm25": bm25,
-        "guard": {name: dataset.fingerprint for name, dataset in guards.items()},
         "device": args.device.type,
         "number of processes": world_size(),
         **given,
@@ -261,11 +252,12 @@ def fit(
         texts = pairs
         documents: StoreDocuments | None
         given_vectors = None
+        seconds_per_document = 0.0
         if vectors_folder is not None:
             sides = SIDES if new_queries is None else ("documents",)
             base, documents, texts = load_vectors(job, vectors_folder, pairs, sides)
             given_vectors = GivenVectors(documents)
-        split = hold_out(job, texts, guards)
+        num_folds = hold_out(job, texts)
         # Only now, because a folder in which nothing was done stays empty.
         quiet.enter_context(status.quiet(folder / LOG_FILE if rank() == 0 else Path(os.devnull)))
         if given_vectors is None:
@@ -278,34 +270,18 @@ def fit(
             base_model = str(vectors_folder)
             if new_queries is not None:
                 base, given_vectors = load_new_model(job, models[0], given_vectors.documents)
-            proposed, seconds_per_document = replace(Settings(), model=base_model), 0.0
-        num_folds = texts.count_folds(split)
+            proposed = replace(Settings(), model=base_model)
+        ends_at = (_LADDER_SHARE if num_folds > 1 else 1.0) * seconds - _END_SECONDS
         ladder = Ladder(
-            job,
-            base,
-            proposed,
-            documents,
-            seconds_per_document,
-            split,
-            has_bm25=bm25 and (documents is None or documents.has_texts),
-            ends_at=(_LADDER_SHARE if num_folds > 1 else 1.0) * seconds - _END_SECONDS,
-            guards=guards,
-            given=given_vectors,
+            job, base, proposed, documents, seconds_per_document, ends_at, given_vectors
         )
         climb(ladder)
         chosen = ladder.get_best()
         job.print_line(f"chosen on dev: {chosen.number}. {chosen.describe()}")
         fold_scores: list[ScoreColumns] = []
         if chosen.system in ("map", "trained"):
-            fold_scores = score_other_folds(
-                job, ladder, chosen, texts, num_folds, seconds_per_document
-            )
-        record = work.on_first_rank(
-            judge, job, ladder, chosen, pairs, base_model, split, fold_scores
-        )
-    verdicts = {}
-    for kind, values in record["verdicts"].items():
-        verdicts[kind] = Verdict(**{field.name: values[field.name] for field in fields(Verdict)})
+            fold_scores = score_other_folds(ladder, chosen, texts, num_folds, seconds_per_document)
+        verdicts, record = work.on_first_rank(judge, ladder, chosen, pairs, base_model, fold_scores)
     shown = Path(output).expanduser()  # as the user wrote it
     result = f"model: {shown / 'model'}" if vectors is None else f"map: {shown / MAP_FILE}"
     for line in (
@@ -321,61 +297,41 @@ def fit(
 # The stages, in their order -----------------------------------------------------------------------
 
 
+def expand(path: AnyPath | None) -> Path | None:
+    return None if path is None else Path(path).expanduser()
+
+
 def check_vectors(
     vectors: Path,
     models: Sequence[str],
     new_queries: AnyPath | None,
-    guard: AnyPath | Sequence[AnyPath] | None,
     given: Mapping[str, Any],
 ) -> list[str]:
-    """Refuse what cannot be done with vectors in place of a model, and a folder without vectors.
-
-    Returns:
-        The new model, if there is one.
-
-    Raises:
-        UserError: also if several processes run.
-    """
+    """Refuse what vectors in place of a model do not allow; return the new model, if any."""
     require_exists(vectors)
     for side in SIDES if new_queries is None else ("documents",):
         find_vectors(vectors, side)
     used = {"use_cpu", "disable_tqdm"}
     if new_queries is not None:
         used |= {"query_max_length", "passage_max_length", "query_prompt", "passage_prompt"}
-        used.add("trust_remote_code")
-    unused = ["guard"] * bool(guard) + ["model"] * (models != [DEFAULT_MODEL])
-    unused += sorted(given.keys() - used)
+        used |= {"trust_remote_code"}
+    unused = ["model"] * (models != [DEFAULT_MODEL]) + sorted(given.keys() - used)
     if unused:
         raise ConfigError(
             f"{unused[0]} is set, but with vectors only a map of the query vectors is made: drop it"
         )
     if world_size() > 1:
         raise ConfigError("vectors need a single process: start without torchrun")
-    return [os.path.expanduser(name) for name in list_names(new_queries)]
+    return [] if new_queries is None else [os.path.expanduser(os.fspath(new_queries))]
 
 
-def hold_out(job: Job, pairs: Pairs, guards: Mapping[str, BeirDataset]) -> Split:
-    """Split the pairs into train, dev and test, and print what was held out.
-
-    Raises:
-        DataError: if a guard has queries by which the verdict is made, or near-duplicates of them.
-    """
+def hold_out(job: Job, pairs: Pairs) -> int:
+    """Split the pairs into train, dev and test; print what was held out; return `count_folds`."""
     show_progress = not job.args.disable_tqdm and sys.stderr.isatty()
     for line in work.on_first_rank(pairs.hold_out, job.data, show_progress=show_progress):
         job.print_line(line)
     split = read_split(job.data)
     num_folds = pairs.count_folds(split)
-    test_queries = list(read_split_queries(job.data / "test", "test", RecordReport()).values())
-    if num_folds > 1:  # test queries of other folds are training queries of this one
-        test_queries += [record.query for record in read_records(job.data / TRAIN_FILE)]
-    for name, dataset in guards.items():
-        near_queries = find_near_duplicates(dataset.queries.values(), test_queries)
-        if near_queries:
-            raise DataError(
-                f"guard: {name} has {len(near_queries)} queries of the test set, or nearly so, by "
-                "which a candidate would be chosen before the verdict, such as "
-                f"{quoted(min(near_queries))}; remove them, or give other data"
-            )
     job.print_line(split.summary())
     if num_folds > 1:
         job.print_line(
@@ -385,7 +341,7 @@ def hold_out(job: Job, pairs: Pairs, guards: Mapping[str, BeirDataset]) -> Split
     else:
         for warning in split.warnings():
             job.print_line(f"note: {warning}")
-    return split
+    return num_folds
 
 
 def choose_base_model(job: Job, models: Sequence[str]) -> str:
@@ -400,41 +356,33 @@ def choose_base_model(job: Job, models: Sequence[str]) -> str:
     """
     if len(models) == 1:
         return models[0]
-    folder = job.folder / "base_models"
 
     def compare() -> dict[str, Any]:
         left = job.budget.seconds - job.budget.used_here()
-        most_seconds = _MAX_SHARE_OF_BASE_MODEL * left
         dataset = sample(load_beir_folder(job.data / "dev", "test"), corpus=_MAX_BASE_DOCUMENTS)
         texts = get_passage_texts(dataset.corpus)
         kinds = read_kinds(job.data / "dev")
         dev = DevSet(dataset, kinds, None, job.batch_size, job.request["bm25"])
         seconds: dict[str, float] = {}  # for a document
         scores: dict[str, float] = {}
-        query_scores: dict[str, dict[str, float]] = {}
         for model in models:
             name = model_name(model)
             try:
                 require_model(model)
                 settings = propose_settings(job.data / TRAIN_FILE, model, job.given)
                 encoder = load_encoder(make_base_settings(settings), job.args)
-                seconds[model] = measure_seconds_per_document(
-                    encoder, texts, len(texts), job.batch_size
-                )
             except UserError as error:
                 job.print_line(f"{name} is left out: {error}")
                 continue
+            seconds[model] = measure_seconds_per_document(encoder, texts, job.batch_size)
             needed = seconds[model] * len(texts)
-            if needed > most_seconds:
+            if needed > _MAX_SHARE_OF_BASE_MODEL * left:
                 job.print_line(
                     f"{name} is left out: encoding {len(texts):,} documents would take "
                     f"{format_duration(needed)}"
                 )
                 continue
-            run = dev.evaluator.search(encoder)
-            weighed = dev.weigh(run)
-            dev.score(fuse_runs(run, dev.bm25_run, weighed["bm25_weight"]))
-            query_scores[model] = dev.evaluator.query_scores
+            weighed = dev.weigh(dev.evaluator.search(encoder))
             scores[model] = weighed["scores"][MEAN]
             job.print_line(
                 f"{name}: {weighed['vectors'][MEAN]:.3f}, with BM25 {scores[model]:.3f} on dev, "
@@ -442,24 +390,17 @@ def choose_base_model(job: Job, models: Sequence[str]) -> str:
             )
         if not seconds:
             raise ConfigError("no base model can be loaded: give another --model")
-        if not scores:
-            best = min(seconds, key=lambda model: seconds[model])
-            line = f"base model: {model_name(best)}, the fastest one"
-        else:
+        if scores:
             best = max(scores, key=lambda model: scores[model])
-            line = f"base model: {model_name(best)}"
-            groups = group_queries(dataset)
-            for model in scores:
-                if model == best:
-                    continue
-                test = sign_flip_test(query_scores[best], query_scores[model], groups)
-                if test["low"] <= 0.0:
-                    line += f"; {model_name(model)} is not significantly worse on dev"
-        job.print_line(line)
+            job.print_line(f"base model: {model_name(best)}")
+        else:
+            best = min(seconds, key=lambda model: seconds[model])
+            job.print_line(f"base model: {model_name(best)}, the fastest one")
         is_complete = len(scores) == len(models)
         number = models.index(best)
         return {"number": number, "is_complete": is_complete, "budget": job.budget.seconds}
 
+    folder = job.folder / "base_models"
     job.status.start("comparing base models")
     with job.budget.measure("base models"):
         found = work.once(folder, job.request, compare)
@@ -467,6 +408,23 @@ def choose_base_model(job: Job, models: Sequence[str]) -> str:
             work.on_first_rank(shutil.rmtree, folder)
             found = work.once(folder, job.request, compare)
     return models[found["number"]]
+
+
+def measure_seconds_per_document(
+    encoder: DualEncoder, documents: Sequence[str], batch_size: int, precision: str = "float32"
+) -> float:
+    """Return the seconds to encode one document, as a mean over a sample.
+
+    The sample is evenly spread, because training passages come first, and may be shorter than the
+    others.
+    """
+    step = max(1, len(documents) // _MEASURED_DOCUMENTS)
+    measured = documents[: step * _MEASURED_DOCUMENTS : step]
+    # The first batch is slower than all others, because it allocates memory.
+    encode_texts(encoder, measured[:_WARM_UP_DOCUMENTS], "document", batch_size, precision)
+    started = time.perf_counter()
+    encode_texts(encoder, measured, "document", batch_size, precision)
+    return (time.perf_counter() - started) / len(measured)
 
 
 def load_base(job: Job, model: str) -> tuple[DualEncoder, Settings]:
@@ -487,15 +445,12 @@ def load_base(job: Job, model: str) -> tuple[DualEncoder, Settings]:
         )
 
     def compare_precisions() -> dict[str, Any]:
-        dev = load_beir_folder(job.data / "dev", "test")
-        texts = get_passage_texts(dev.corpus)[:_MEASURED_TEXTS]
-        seconds = {}
-        for precision in ("float32", "bfloat16"):
-            encode_texts(base, texts, "document", job.batch_size, precision)  # to warm up
-            started = time.perf_counter()
-            encode_texts(base, texts, "document", job.batch_size, precision)
-            seconds[precision] = time.perf_counter() - started
-        return seconds
+        corpus = load_beir_folder(job.data / "dev", "test").corpus
+        texts = get_passage_texts(corpus)[:_MEASURED_TEXTS]
+        return {
+            precision: measure_seconds_per_document(base, texts, job.batch_size, precision)
+            for precision in ("float32", "bfloat16")
+        }
 
     if not {"bf16", "fp16"} & job.given.keys():
         seconds = work.once(job.folder / "precision", job.request, compare_precisions)
@@ -507,10 +462,7 @@ def load_base(job: Job, model: str) -> tuple[DualEncoder, Settings]:
 
 
 def compute_unknown_share(model: DualEncoder, train_file: Path) -> float:
-    """Return the share of unknown tokens among those of the training queries, or of a sample.
-
-    It is 0 with a tokenizer that has no token for unknown words.
-    """
+    """Return the share of unknown tokens in a sample of the training queries; 0 if none can be."""
     tokenizer: Any = get_tower(model, "query").tokenizer
     queries = [record.query for record in itertools.islice(read_records(train_file), _MAX_QUERIES)]
     tokens = [
@@ -553,9 +505,7 @@ def encode_documents(
         seconds_per_document = seconds / max(1, num_encoded)
         if num_encoded < _MEASURED_TEXTS:  # an earlier start has encoded nearly all
             texts = get_passage_texts(load_beir_folder(job.data / "dev", "test").corpus)
-            seconds_per_document = measure_seconds_per_document(
-                base, texts, len(texts), job.batch_size
-            )
+            seconds_per_document = measure_seconds_per_document(base, texts, job.batch_size)
         return {"seconds_per_document": seconds_per_document, "cut": encoder.describe_cut()}
 
     job.status.start("encoding documents")
@@ -564,15 +514,11 @@ def encode_documents(
     if found["cut"]:
         job.print_line(found["cut"])
 
-    def load() -> StoreDocuments:
-        if not job.store.exists():  # the user may remove it to free space
-            corpus = job.data / CORPUS_FILE
-            encode_corpus(job, base, model_name(model), corpus, job.store)
-        documents = StoreDocuments(EmbeddingStore.open(job.store))
-        documents.add(list_held_out(documents), np.load(file, allow_pickle=False))
-        return documents
-
-    return load() if rank() == 0 else None, found["seconds_per_document"]
+    if rank() > 0:
+        return None, found["seconds_per_document"]
+    documents = StoreDocuments(EmbeddingStore.open(job.store))
+    documents.add(list_held_out(documents), np.load(file, allow_pickle=False))
+    return documents, found["seconds_per_document"]
 
 
 def climb(ladder: Ladder) -> None:
@@ -593,15 +539,10 @@ def climb(ladder: Ladder) -> None:
 
 
 def score_other_folds(
-    job: Job,
-    ladder: Ladder,
-    chosen: Candidate,
-    pairs: Pairs,
-    num_folds: int,
-    seconds_per_document: float,
+    ladder: Ladder, chosen: Candidate, pairs: Pairs, num_folds: int, seconds_per_document: float
 ) -> list[ScoreColumns]:
     """Train and test the chosen candidate on the other splits for which there is time."""
-    first_dev = load_beir_folder(job.data / "dev", "test")
+    job = ladder.job
     split = read_split(job.data)
     # The base model encodes the passages of held-out queries too, about one for each.
     num_documents = split.documents["train"] + split.dev + split.test
@@ -621,35 +562,23 @@ def score_other_folds(
                 break
             job.print_line(f"split {number + 1} of {num_folds}: training and testing again")
             job.status.start(f"split {number + 1}")
-            base, base_candidate = ladder.base, ladder.base_candidate
-            scores.append(
-                score_fold(
-                    number, job, pairs, base, base_candidate, chosen, first_dev, ladder.given
-                )
-            )
+            scores.append(score_fold(number, ladder, chosen, pairs))
     return scores
 
 
 def judge(
-    job: Job,
     ladder: Ladder,
     chosen: Candidate,
     pairs: Pairs,
     base_model: str,
-    split: Split,
     fold_scores: Sequence[ScoreColumns],
-) -> dict[str, Any]:
-    """Search the test set, and write the model that the verdict recommends, record and report."""
-    free, base = ladder.free, ladder.base
-    base_candidate = ladder.base_candidate
+) -> tuple[dict[str, Verdict], dict[str, Any]]:
+    """Search the test set; write the recommended model, the report and the record; return both."""
+    job, free, split = ladder.job, ladder.free, read_split(ladder.job.data)
     job.status.start("test")
     with job.budget.measure("test"):
-        test_set = load_beir_folder(job.data / "test", "test")
-        evaluator = RetrievalEvaluator(test_set, batch_size=job.batch_size)
-        evaluator.documents = ladder.documents
         folder = ladder.get_folder(chosen)
-        base_folder = ladder.get_folder(base_candidate)
-        results = search_test_set(evaluator, base, base_candidate, chosen, folder, base_folder)
+        test_set, results = search_test_set(job.data, ladder.documents, ladder, chosen, folder)
     first_scores = collect_scores(test_set, results)
     scores = pool_scores([first_scores, *fold_scores])
     verdicts = compute_verdicts(scores, free, chosen, 1 + len(fold_scores), split.questions)
@@ -660,70 +589,42 @@ def judge(
         write_model(job, ladder, recommended)
         write_verdicts_to_card(job.folder / "model", verdicts.values(), model_name(base_model))
     else:
-        dimension = ladder.given.documents.dimension
-        write_map(recommended, ladder.get_folder(recommended), dimension, job.folder / MAP_FILE)
+        write_map(job, ladder, recommended)
     write_config(job, chosen)
-    warnings = []
-    for verdict in verdicts.values():
-        warnings += warn_of_test(verdict)
-    records = [verdict.record() for verdict in verdicts.values()]
-    paths = {
-        name: value and str(value)
-        for name, value in vars(pairs).items()
-        if name in ("path", "corpus", "generated")
-    }
-    lines = [describe_vectors(scores)] if chosen.system != "bm25" else []
-    has_texts = ladder.documents is None or ladder.documents.has_texts
-    free_system = "base_with_bm25" if has_texts else "base"
-    if free.system == "bm25":
-        free_system = "bm25"
-    table = tabulate(
-        results,
-        first_scores,
-        verdicts,
-        ladder.candidates,
-        chosen,
-        free_system,
-        groups=scores["group"],
-    )
-    if not has_texts:
-        table = [row for row in table if "BM25" not in row["name"]]
+    records = {kind: verdict.record() for kind, verdict in verdicts.items()}
+    files = {"path": pairs.path, "corpus": pairs.corpus, "generated": pairs.generated}
+    paths = {name: path and str(path) for name, path in files.items()}
+    free_system = "bm25" if free.system == "bm25" else "base_with_bm25"
+    if not ladder.has_texts:
+        free_system = "base"
     record = {
         "request": {**job.request, "settings": dict(job.given), **asdict(pairs), **paths},
-        "verdict": records[0],
-        "verdicts": dict(zip(verdicts, records, strict=True)),
-        "lines": lines,
-        "warnings": warnings,
+        "verdict": next(iter(records.values())),
+        "verdicts": records,
+        "lines": [describe_vectors(scores)] if chosen.system != "bm25" else [],
+        "warnings": [line for verdict in verdicts.values() for line in verdict.warnings()],
         "model": model_name(base_model),
         "has_model": ladder.given is None,
         "data": paths,
         "split": asdict(split),
-        "scores": table,
+        "scores": tabulate(
+            results, first_scores, verdicts, ladder, chosen, free_system, scores["group"]
+        ),
         "candidates": [asdict(candidate) for candidate in ladder.candidates],
         "free": free.number,
         "chosen": chosen.number,
         "recommended": recommended.number,
         "bm25_weight": recommended.bm25_weight,
-        "changes": compare_queries(
-            test_set,
-            results[free_system],
-            results["trained_with_bm25"],
-        ),
+        "changes": compare_queries(test_set, results[free_system], results["trained_with_bm25"]),
         "seconds": {**job.budget.stage_seconds, "total": job.budget.used_here()},
         "budget_seconds": job.budget.seconds,
         "made_with": {**provenance(), "time": datetime.now(UTC).isoformat(timespec="seconds")},
     }
     write_text(job.folder / REPORT_FILE, build_fit_page(record, job.folder))
-    return work.finish(job.folder, record)
+    return verdicts, work.finish(job.folder, record)
 
 
 # Files --------------------------------------------------------------------------------------------
-
-
-def list_names(names: AnyPath | Sequence[AnyPath] | None) -> list[str]:
-    """Return one or several paths, or none, as a list."""
-    listed = [names] if isinstance(names, (str, os.PathLike)) else names or ()
-    return [os.fspath(name) for name in listed]
 
 
 def write_model(job: Job, ladder: Ladder, candidate: Candidate) -> None:
@@ -740,25 +641,31 @@ def write_model(job: Job, ladder: Ladder, candidate: Candidate) -> None:
         write_bm25_weight(folder, candidate.bm25_weight)
 
 
+def write_map(job: Job, ladder: Ladder, candidate: Candidate) -> None:
+    """Write the matrix (d, e) by which query vectors are multiplied; the identity without a map."""
+    assert ladder.documents is not None
+    matrix = torch.eye(ladder.documents.dimension, dtype=torch.float64)
+    if candidate.system == "map":
+        matrix = load_matrix(candidate, ladder.get_folder(candidate))
+    with atomic_file(job.folder / MAP_FILE) as temporary_file:
+        save_file({"matrix": matrix}, temporary_file)
+
+
 def write_config(job: Job, chosen: Candidate) -> None:
     """Write the settings of the chosen candidate's training, from which it can be repeated."""
-    comment = f"# Chosen by contaccum fit on dev data: {chosen.describe()}; see {REPORT_FILE}.\n"
-    settings = dict(chosen.settings)
-    if settings:
-        settings["output_dir"] = str(job.folder / "again")
+    text = f"# Chosen by contaccum fit on dev data: {chosen.describe()}; see {REPORT_FILE}.\n"
+    if chosen.settings:
+        text += to_yaml({**chosen.settings, "output_dir": str(job.folder / "again")})
     else:
-        comment += "# It has no training that `contaccum train` could repeat.\n"
-    write_text(job.folder / CONFIG_FILE, comment + (to_yaml(settings) if settings else ""))
+        text += "# It has no training that `contaccum train` could repeat.\n"
+    write_text(job.folder / CONFIG_FILE, text)
 
 
 def require_free_folder(folder: Path) -> bool:
     """Return True if a call may replace the work that an earlier call has begun in the folder.
 
-    It may as long as nothing is encoded: if the data, the model or the settings were refused, the
-    call can be repeated with corrected ones.
-
-    Raises:
-        ConfigError: if the folder has a finished fit, or other files.
+    It may as long as nothing is encoded: data, model and settings that were refused can be
+    corrected. A folder with a finished fit, or other files, raises `ConfigError`.
     """
     record = work.read_result(folder)
     if record is not None:

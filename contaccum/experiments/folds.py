@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from contaccum import work
-from contaccum.data.beir import BeirDataset, load_beir_folder
+from contaccum.data.beir import load_beir_folder
 from contaccum.data.records import SPLIT_RECORD, RecordSource
 from contaccum.data.rows import OnBadRecord, RecordReport
 from contaccum.data.split import (
@@ -32,44 +32,25 @@ from contaccum.data.split import (
     read_split,
     split_data,
 )
-from contaccum.encoders.dual_encoder import DualEncoder
 from contaccum.errors import ConfigError
-from contaccum.evaluation.evaluator import RetrievalEvaluator
-from contaccum.experiments.candidates import (
-    CANDIDATES_FOLDER,
-    Candidate,
-    GivenVectors,
-    encode_corpus,
-    write_linear_maps,
-)
-from contaccum.experiments.comparison import ScoreColumns, collect_scores, search_test_set
-from contaccum.experiments.run import Job, train
+from contaccum.experiments.candidates import Candidate, Ladder, encode_corpus
+from contaccum.experiments.run import train
+from contaccum.experiments.verdict import ScoreColumns, collect_scores, search_test_set
 from contaccum.files import atomic_folder, hash_path, require_exists
 from contaccum.retrieval.documents import StoreDocuments
 from contaccum.retrieval.store import EmbeddingStore
 from contaccum.settings import Settings, replace
+from contaccum.training.linear_map import write_linear_maps
 
-MAX_FOLDS = 5
-"""The largest number of splits of a small data set; each split needs a training."""
+MAX_FOLDS = 5  # each needs a training
 
 
 @dataclass(frozen=True)
 class Pairs:
     """Question-passage pairs, or a folder in which the pairs are split already.
 
-    Attributes:
-        path: pairs in any format of docs/data.md, or a folder that `contaccum split` wrote.
-        corpus: the documents in which dev and test queries are searched; None: the held-out
-            passages and a sample of the others.
-        corpus_columns: how the documents are read; see `read_passages`.
-        columns, on_bad_record: how the pairs are read, as in `contaccum train`.
-        dev, test, future: the sizes of the held-out sets, and the documents of their queries; see
-            `SplitSettings`.
-        min_score: the least score or label of a pair that is a match; see `read_records`.
-        generated: generated questions, in any format of docs/data.md, to train on only.
-
-    Raises:
-        ConfigError: for a size or a ``future`` that does not exist.
+    The attributes are arguments of `contaccum.fit`, with ``path`` for ``data`` and ``columns`` for
+    ``data_columns``. A size or a ``future`` that does not exist raises `ConfigError`.
     """
 
     path: Path
@@ -89,11 +70,8 @@ class Pairs:
     def describe(self, output: Path) -> dict[str, Any]:
         """Return everything that decides the split, with hashes of the files.
 
-        Args:
-            output: the output folder of the fit, which is not hashed.
-
-        Raises:
-            ConfigError: for a file that does not exist or cannot be read.
+        ``output``, the folder of the fit, is not hashed. A file that does not exist or cannot be
+        read raises `ConfigError`.
         """
         description = asdict(self)
         files = {"data": self.path, "corpus": self.corpus, "generated": self.generated}
@@ -113,54 +91,42 @@ class Pairs:
     def hold_out(self, folder: Path, fold: int = 0, show_progress: bool = False) -> list[str]:
         """Split the pairs into train, dev and test in a folder, unless the folder exists.
 
-        Generated questions are added to those of train, in a file of their own.
-
-        Args:
-            fold: the number of the split, from 0. The test sets of two folds have no query in
-                common.
-            show_progress: True for a progress bar.
+        A folder that `contaccum split` wrote is copied. Generated questions are added to those of
+        train, in a file of their own. The test sets of two folds (0, 1, ...) have no query in
+        common.
 
         Returns:
             Lines for the user: the first record as it was read, and the number of records that were
             bad or left out, if there are any. No lines if nothing was read.
 
         Raises:
-            UserError: for data that cannot be read or split.
+            UserError: for data that cannot be read or split, or options that only apply to data
+                which are not split yet.
         """
-        lines = [] if folder.exists() else self._split(folder, fold, show_progress)
+        lines = []
+        if self.is_split and not folder.exists():
+            self._copy_split(folder)
+        elif not folder.exists():
+            report = RecordReport(self.on_bad_record)
+            pairs = RecordSource(self.path, columns=self.columns, min_score=self.min_score)
+            split_data(
+                pairs,
+                folder,
+                SplitSettings(self.dev, self.test, fold=fold, future=self.future),
+                self.corpus,
+                report,
+                show_progress,
+                corpus_columns=self.corpus_columns,
+            )
+            lines.append(f"{self.path}: {pairs.describe_first_record()}")
+            if report.reported or report.repeated.total():
+                lines.append(report.summary())
         if self.generated is not None and not (folder / WITH_GENERATED_FILE).exists():
             report = RecordReport(self.on_bad_record)
             lines.append(add_to_training(folder, RecordSource(self.generated), report))
         return lines
 
-    def _split(self, folder: Path, fold: int, show_progress: bool) -> list[str]:
-        if self.is_split:
-            self._copy_split(folder)
-            return []
-        report = RecordReport(self.on_bad_record)
-        pairs = RecordSource(self.path, columns=self.columns, min_score=self.min_score)
-        settings = SplitSettings(self.dev, self.test, fold=fold, future=self.future)
-        split_data(
-            pairs,
-            folder,
-            settings,
-            self.corpus,
-            report,
-            show_progress,
-            corpus_columns=self.corpus_columns,
-        )
-        lines = [f"{self.path}: {pairs.describe_first_record()}"]
-        if report.reported or report.repeated.total():
-            lines.append(report.summary())
-        return lines
-
     def _copy_split(self, folder: Path) -> None:
-        """Copy a folder that `contaccum split` wrote.
-
-        Raises:
-            ConfigError: if options are set that only apply to data which are not split yet.
-            DataError: if the record of the split cannot be read.
-        """
         for name, value in vars(self).items():
             if value is not None and name not in ("path", "on_bad_record", "generated"):
                 raise ConfigError(
@@ -168,48 +134,27 @@ class Pairs:
                 )
         read_split(self.path)
         with atomic_folder(folder) as new_folder:
-            for name in (TRAIN_FILE, CORPUS_FILE, "dev", "test", SPLIT_RECORD):
-                part = self.path / name
-                if part.is_dir():
-                    shutil.copytree(part, new_folder / name)
-                else:
-                    shutil.copyfile(part, new_folder / name)
+            for name in (TRAIN_FILE, CORPUS_FILE, SPLIT_RECORD):
+                shutil.copyfile(self.path / name, new_folder / name)
+            for name in ("dev", "test"):
+                shutil.copytree(self.path / name, new_folder / name)
 
     def count_folds(self, split: Split) -> int:
         """Return the number of folds that together have enough test queries, at most `MAX_FOLDS`.
 
-        It is 1 if the first split has enough test queries, or if the data allow only one split.
-
-        Args:
-            split: the first split.
+        It is 1 if the first split has enough, or if the data allow only one split.
         """
         if self.is_split:
             return 1
         return min(MAX_FOLDS, math.ceil(FEW_TEST_QUERIES / split.test), split.folds)
 
 
-def score_fold(
-    number: int,
-    job: Job,
-    pairs: Pairs,
-    base: DualEncoder,
-    base_candidate: Candidate,
-    chosen: Candidate,
-    first_dev: BeirDataset,
-    given: GivenVectors | None = None,
-) -> ScoreColumns:
+def score_fold(number: int, ladder: Ladder, chosen: Candidate, pairs: Pairs) -> ScoreColumns:
     """Train the chosen candidate on a further fold, and return the scores of its test queries.
 
-    The split and the trained model are removed afterwards.
-
-    Args:
-        number: the number of the fold, from 1.
-        pairs: the user's pairs.
-        base: the base model.
-        base_candidate, chosen: see `search_test_set`.
-        first_dev: the dev set of fold 0, by which the candidate was chosen.
-        given: the vectors that are given; None: the base model encodes the documents.
+    The split and the trained model are removed afterwards. ``number`` is that of the fold, from 1.
     """
+    job, base, given = ladder.job, ladder.base, ladder.given
     folder = job.folder / "folds" / str(number)
     data = folder / "data"
     train_file = data / chosen.train_file
@@ -222,26 +167,22 @@ def score_fold(
         pairs.hold_out(data, number)
         if given is None:
             encode_corpus(job, base, "base", data / CORPUS_FILE, store)
-        if chosen.system != "map":
-            return
-        write_linear_maps(
-            base,
-            train_file,
-            open_documents(),
-            job.batch_size,
-            folder,
-            ridges=[chosen.ridge] if chosen.ridge is not None else [],
-            # The machine may be busier than before.
-            seconds=2 * chosen.training_seconds if chosen.ridge is None else 0.0,
-            aligned=given and given.aligned,
-        )
+        if chosen.system == "map":
+            write_linear_maps(
+                base,
+                train_file,
+                open_documents(),
+                job.batch_size,
+                folder,
+                ridges=[chosen.ridge] if chosen.ridge is not None else [],
+                # The machine may be busier than before.
+                seconds=2 * chosen.training_seconds if chosen.ridge is None else 0.0,
+                aligned=given and given.aligned,
+            )
 
     def test() -> ScoreColumns:
-        test_set = load_beir_folder(data / "test", "test")
-        evaluator = RetrievalEvaluator(test_set, batch_size=job.batch_size)
-        evaluator.documents = open_documents()
-        base_folder = job.folder / CANDIDATES_FOLDER / base_candidate.folder
-        results = search_test_set(evaluator, base, base_candidate, chosen, folder, base_folder)
+        test_set, results = search_test_set(data, open_documents(), ladder, chosen, folder)
+        first_dev = load_beir_folder(job.data / "dev", "test")
         return collect_scores(test_set, results, number, first_dev)
 
     def score() -> ScoreColumns:

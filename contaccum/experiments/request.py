@@ -1,4 +1,4 @@
-"""Arguments of `contaccum fit` that are checked without torch: the budget and the settings."""
+"""Durations and settings that the user gives to `contaccum fit`, checked without torch."""
 
 from __future__ import annotations
 
@@ -11,8 +11,6 @@ from contaccum.errors import ConfigError
 from contaccum.redaction import refuse_credentials
 from contaccum.settings import find
 
-_UNIT_SECONDS = {"h": 3600, "m": 60, "s": 1}
-
 
 def parse_duration(text: str | float) -> float:
     """Return the seconds of "90s", "30m", "2h" or "1h30m"; a number is a number of seconds.
@@ -20,19 +18,23 @@ def parse_duration(text: str | float) -> float:
     Raises:
         ConfigError: for any other text, and for a duration of 0.
     """
-    if not isinstance(text, str):
-        text = f"{text}s"
-    parts = re.fullmatch(r"(?:([0-9.]+)h)?(?:([0-9.]+)m)?(?:([0-9.]+)s)?", text.strip().lower())
-    seconds = 0.0
-    if parts is not None:
-        try:
-            for number, unit_seconds in zip(parts.groups(), _UNIT_SECONDS.values(), strict=True):
-                seconds += float(number or 0) * unit_seconds
-        except ValueError:  # such as 1.2.3
-            seconds = 0.0
+    words = text.strip().lower() if isinstance(text, str) else f"{text}s"
+    number = r"(\d+\.?\d*|\.\d+)"
+    parts = re.fullmatch(f"(?:{number}h)?(?:{number}m)?(?:{number}s)?", words)
+    hours, minutes, seconds = [float(part or 0) for part in parts.groups()] if parts else (0, 0, 0)
+    seconds += 60 * minutes + 3600 * hours
     if seconds <= 0:
         raise ConfigError(f"budget={text}: write a time such as 90s, 30m, 2h or 1h30m")
     return seconds
+
+
+def format_duration(seconds: float) -> str:
+    """Return "45 seconds", "14 minutes" or "2.5 hours"."""
+    if seconds < 90:
+        return f"{seconds:.0f} seconds"
+    if seconds < 90 * 60:
+        return f"{seconds / 60:.0f} minutes"
+    return f"{seconds / 3600:.1f} hours"
 
 
 def read_given(settings: Mapping[str, Any]) -> dict[str, Any]:

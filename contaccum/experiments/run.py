@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 import gc
-import math
 import shutil
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -14,12 +12,10 @@ import torch
 from transformers import TrainerCallback, TrainerControl, TrainerState, TrainingArguments
 
 from contaccum import work
-from contaccum.distributed import RANK_TIMEOUT
 from contaccum.progress import StatusLine
 from contaccum.settings import Settings, replace
 from contaccum.training.arguments import ContAccumTrainingArguments
 from contaccum.training.log import TRAIN_LOG, read_log
-from contaccum.training.losses import count_rows
 from contaccum.training.trainer import train_and_save
 
 TRAINING_FOLDER = "training"
@@ -30,7 +26,7 @@ class Job(NamedTuple):
 
     Attributes:
         folder: the output folder, an absolute path.
-        request: everything that decides the results, as JSON: the identity of all work in it.
+        request: everything that decides the results: the identity of all work in the folder.
         given: the user's settings of a training.
         args: training arguments with these settings: the device and the batch sizes.
         budget: the time of all starts.
@@ -46,7 +42,6 @@ class Job(NamedTuple):
 
     @property
     def print_line(self) -> Callable[[str], None]:
-        """The function that prints a line for the user."""
         return self.status.print_line
 
     @property
@@ -65,18 +60,8 @@ class Job(NamedTuple):
         return self.args.per_device_eval_batch_size
 
 
-# Trainings ----------------------------------------------------------------------------------------
-
-
-@dataclass(frozen=True)
-class Trained:
-    """The result of a training.
-
-    Attributes:
-        updates: the number of updates.
-        seconds: the time of the updates.
-        rates: the learning rate of each update.
-    """
+class Trained(NamedTuple):
+    """A finished training: the number of its updates, their time, and the rate of each."""
 
     updates: int
     seconds: float
@@ -103,8 +88,6 @@ def train(
     A finished training is not repeated. One that was killed goes on from its last checkpoint.
 
     Args:
-        settings: the settings, without those of checkpoints.
-        status: shows the updates.
         seconds: the time for the updates; see `ContAccumTrainer`. None: as long as they take.
 
     Raises:
@@ -125,37 +108,12 @@ def train(
         if torch.cuda.is_available():
             torch.cuda.empty_cache()
 
-    def read() -> dict[str, Any]:
+    def read() -> tuple[float, list[float]]:
         for checkpoint in output.glob("checkpoint-*"):
             shutil.rmtree(checkpoint)
         lines = read_log(output / TRAIN_LOG)
-        return {
-            "updates": len(lines),
-            "seconds": sum(line["seconds"] for line in lines),
-            "rates": [line["learning_rate"] for line in lines],
-        }
+        seconds = sum(line["seconds"] for line in lines)
+        return seconds, [line["learning_rate"] for line in lines]
 
-    return Trained(**work.on_first_rank(read))
-
-
-def start_ranks(settings: Settings) -> ContAccumTrainingArguments:
-    """Return the arguments of a training; with several processes, they can communicate from now on.
-
-    One process may have much more work than the others, so they wait for it for a long time.
-
-    Raises:
-        ConfigError: for settings that cannot work on this machine.
-    """
-    settings = replace(settings, ddp_timeout=int(RANK_TIMEOUT.total_seconds()))
-    return ContAccumTrainingArguments.from_settings(settings)
-
-
-def count_updates(dataset: Any, args: ContAccumTrainingArguments) -> int:
-    """Return the number of updates of a run on a training set, or a dictionary of training sets."""
-    if args.max_steps > 0:
-        return int(args.max_steps)
-    num_rows = count_rows(dataset)
-    assert num_rows is not None  # streams have no length, but they need max_steps
-    assert args.total_train_batch_size is not None  # computed when the arguments are created
-    updates_per_epoch = math.ceil(num_rows / args.total_train_batch_size)
-    return max(1, math.ceil(updates_per_epoch * args.num_train_epochs))
+    used, rates = work.on_first_rank(read)
+    return Trained(len(rates), used, rates)

@@ -12,11 +12,10 @@ import json
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 import torch
-from safetensors.torch import save_file
 from sentence_transformers.sentence_transformer.modules import Router
 from torch.nn.functional import normalize
 
@@ -30,28 +29,24 @@ from contaccum.encoders.dual_encoder import DualEncoder
 from contaccum.encoders.names import model_name
 from contaccum.encoders.settings import get_prompt, get_tower
 from contaccum.errors import DataError, quoted
-from contaccum.experiments.budget import format_duration
 from contaccum.experiments.candidates import (
     ANEW_FOLDER,
     CANDIDATES_FOLDER,
     STORE_FOLDER,
-    Candidate,
     GivenVectors,
     encode_corpus,
-    load_matrix,
 )
 from contaccum.experiments.folds import Pairs
-from contaccum.experiments.proposed import make_base_settings, propose_settings
+from contaccum.experiments.request import format_duration
 from contaccum.experiments.run import TRAINING_FOLDER, Job
-from contaccum.files import atomic_file, atomic_folder, read_json, write_json, write_text
+from contaccum.files import atomic_folder, read_json, write_json, write_text
 from contaccum.retrieval.documents import StoreDocuments
 from contaccum.retrieval.encode import encoding_identity
 from contaccum.retrieval.store import EmbeddingStore, StoreWriter
+from contaccum.training.proposal import make_base_settings, propose_settings
 from contaccum.training.setup import load_encoder
 
-MAX_ALIGNED = 2000
-"""The number of documents by which the vectors of a new model are mapped to given ones."""
-
+_MAX_ALIGNED = 2000  # documents by which the vectors of a new model are mapped to given ones
 _PREPARED_FILE = "prepared.json"
 _ROWS_PER_SHARD = 8192  # memory holds a shard; with 1,536 dimensions it has 50 MB
 
@@ -59,36 +54,29 @@ _ROWS_PER_SHARD = 8192  # memory holds a shard; with 1,536 dimensions it has 50 
 class VectorTable(torch.nn.Module):
     """Module of a SentenceTransformer that returns given vectors of texts, in place of an encoder.
 
-    Attributes:
-        side: "queries" or "documents".
-        vectors: the vectors by text; None until they are read.
+    ``vectors`` are those of a side by text; None until they are read.
     """
 
     modalities = ("text",)
 
-    def __init__(self, side: str) -> None:
+    def __init__(self, vectors: StoreDocuments | None = None) -> None:
         super().__init__()
-        self.side = side
-        self.vectors: StoreDocuments | None = None
+        self.vectors = vectors
 
     def preprocess(self, inputs: Sequence[str], **kwargs: Any) -> dict[str, Any]:
-        """Return the vectors of n texts, float32 (n, d).
-
-        Raises:
-            DataError: for a text that has none.
-        """
+        """Return the vectors of n texts, float32 (n, d); a text without one raises `DataError`."""
         assert self.vectors is not None
         found, embeddings = self.vectors.find_embeddings([text.strip() for text in inputs])
         if len(found) < len(inputs):
             missing = np.setdiff1d(np.arange(len(inputs)), found)[0]
+            store = self.vectors.store
             raise DataError(
-                f"{self.vectors.store.metadata['model_name']}: the {self.side} have no vector of "
+                f"{store.metadata['model_name']}: the {store.folder.name} have no vector of "
                 f"{quoted(inputs[missing])} (add its row, or leave out its pairs)"
             )
         return {"sentence_embedding": torch.from_numpy(embeddings)}
 
     def forward(self, features: dict[str, Any], **kwargs: Any) -> dict[str, Any]:
-        """Return the features, which have the vectors already."""
         return features
 
 
@@ -97,11 +85,10 @@ def load_vectors(
 ) -> tuple[DualEncoder, StoreDocuments, Pairs]:
     """Read the user's vectors and match the pairs with them, unless an earlier start has done so.
 
-    Everything is written to a folder of the job, at once when it is complete.
+    Each query and passage of the pairs is an id of the vectors, or a text. Everything is written to
+    a folder of the job, at once when it is complete.
 
     Args:
-        vectors: see `contaccum.data.vectors`.
-        pairs: the user's pairs. Each query and passage is an id of ``vectors``, or a text.
         sides: ("documents",) if a new model encodes the queries, which then are texts.
 
     Returns:
@@ -111,7 +98,7 @@ def load_vectors(
     Raises:
         DataError: for vectors that cannot be used, and pairs without vectors.
     """
-    tables = {side: VectorTable(side) for side in SIDES}
+    tables = {side: VectorTable() for side in SIDES}
     routes: list[list[Any]] = [[tables[side]] for side in SIDES]
     router = Router.for_query_document(routes[0], routes[1])
     base = DualEncoder(modules=[router], similarity_fn_name="cosine", device="cpu")
@@ -123,26 +110,28 @@ def load_vectors(
         with atomic_folder(folder) as new_folder:
             texts = _read_texts(pairs, report)
             identity = encoding_identity(base, "float32", "float32", _ROWS_PER_SHARD)
-            written = {}
+            text_of = {}
+            has_texts = True
             for side in sides:
                 writer = StoreWriter(new_folder / side, identity, {"model_name": str(vectors)})
-                written[side] = _write_side(writer, vectors, texts, report, keeps_texts)
-            dimensions = [side.dimension for side in written.values()]
+                text_of[side], corpus, has_text = _write_side(
+                    writer, vectors, texts.get(side, {}), report, keeps_texts
+                )
+                has_texts = has_texts and has_text
+            dimensions = [EmbeddingStore.open(new_folder / side).shape[1] for side in sides]
             if len(set(dimensions)) > 1:
                 raise DataError(
                     f"{vectors}: queries have {dimensions[0]:,} dimensions, and documents "
                     f"{dimensions[1]:,} (give vectors of one model)"
                 )
-            has_texts = all(side.has_texts for side in written.values())
             if not has_texts and len(sides) == 1:
                 raise DataError(
                     f"{vectors}: the documents have only ids, and a new model needs their texts "
                     "(give --corpus with the same ids)"
                 )
             if not keeps_texts:
-                lines = _match_pairs(pairs, vectors, written, report)
-                write_text(new_folder / TRAIN_FILE, lines)
-                write_text(new_folder / CORPUS_FILE, written["documents"].lines)
+                write_text(new_folder / TRAIN_FILE, _match_pairs(pairs, vectors, text_of, report))
+                write_text(new_folder / CORPUS_FILE, corpus)  # of the documents, the last side
             write_json(new_folder / _PREPARED_FILE, {"has_texts": has_texts})
         if report.reported:
             job.print_line(report.summary())
@@ -174,36 +163,23 @@ def _read_texts(pairs: Pairs, report: RecordReport) -> dict[str, dict[str, Passa
     return texts
 
 
-class _Side(NamedTuple):
-    """The rows of a side after they were written.
-
-    Attributes:
-        dimension: d.
-        text_of: {id or text of a row: its text in the store}.
-        lines: the rows as lines of a corpus.
-        has_texts: False if the rows have only ids.
-    """
-
-    dimension: int
-    text_of: dict[str, str]
-    lines: list[str]
-    has_texts: bool
-
-
 def _write_side(
     writer: StoreWriter,
     vectors: Path,
-    texts: Mapping[str, Mapping[str, Passage]],
+    texts: Mapping[str, Passage],
     report: RecordReport,
     keeps_texts: bool,
-) -> _Side:
+) -> tuple[dict[str, str], list[str], bool]:
     """Write the store of a side, which has the name of its folder.
 
     Args:
-        texts: see `_read_texts`; of rows that have no text in their file.
+        texts: by id, for rows that have no text in their file.
         keeps_texts: True: a row with a blank text keeps it.
+
+    Returns:
+        {id or text of a row: its text in the store}; the rows as lines of a corpus; and False if
+        they have only ids.
     """
-    side = writer.folder.name
     arrays: list[np.ndarray] = []  # vectors that are read, but not yet written
     by_id: dict[str, str] = {}
     by_text: dict[str, str] = {}
@@ -212,8 +188,8 @@ def _write_side(
 
     def list_passages() -> Iterator[Passage]:
         nonlocal has_texts
-        for row in read_vectors(vectors, side, report, arrays):
-            row = row if row.passage else texts.get(side, {}).get(row.id, row)
+        for row in read_vectors(vectors, writer.folder.name, report, arrays):
+            row = row if row.passage else texts.get(row.id, row)
             if row.passage:
                 has_texts = True
             elif not keeps_texts:
@@ -232,25 +208,20 @@ def _write_side(
         return embeddings
 
     writer.fill(list_passages(), take)
-    dimension = EmbeddingStore.open(writer.folder).shape[1]
-    return _Side(dimension, {**by_text, **by_id}, lines, has_texts)
+    return {**by_text, **by_id}, lines, has_texts
 
 
 def _match_pairs(
-    pairs: Pairs, vectors: Path, sides: Mapping[str, _Side], report: RecordReport
+    pairs: Pairs, vectors: Path, text_of: Mapping[str, Mapping[str, str]], report: RecordReport
 ) -> Iterator[str]:
-    """Yield the pairs with the texts of the stores, as lines of training data.
-
-    Raises:
-        DataError: if queries or passages have no vector.
-    """
+    """Yield the pairs with the texts of the stores, as lines; raise `DataError` if one has none."""
     source = RecordSource(pairs.path, columns=pairs.columns, min_score=pairs.min_score)
     missing: dict[str, list[str]] = {side: [] for side in SIDES}
     for record in source.records(report):
         names = {"queries": [record.query.strip()], "documents": record.positives}
-        for side, written in sides.items():
-            missing[side] += [name for name in names[side] if name not in written.text_of]
-            names[side] = [written.text_of.get(name, name) for name in names[side]]
+        for side, texts in text_of.items():
+            missing[side] += [name for name in names[side] if name not in texts]
+            names[side] = [texts.get(name, name) for name in names[side]]
         yield json.dumps({"query": names["queries"][0], "positive": names["documents"]}) + "\n"
     for side, unknown in missing.items():
         if unknown:
@@ -265,8 +236,8 @@ def load_new_model(
 ) -> tuple[DualEncoder, GivenVectors]:
     """Load a new model for queries, whose documents keep the given vectors.
 
-    For comparison it encodes all documents anew, into a folder of the ladder. A map needs only
-    `MAX_ALIGNED` of them.
+    For comparison it encodes all documents anew, into a folder of the ladder. A map needs only some
+    of them.
     """
     settings = propose_settings(job.data / TRAIN_FILE, model, job.given)
     new_model = load_encoder(make_base_settings(settings), job.args)
@@ -284,7 +255,7 @@ def load_new_model(
     # Documents of held-out queries alone do not take part.
     passages = read_passages(job.data / CORPUS_FILE, RecordReport(), may_be_blank=True)
     texts = [passage.passage for passage in passages]
-    texts = texts[:: -(-len(texts) // MAX_ALIGNED)]
+    texts = texts[:: -(-len(texts) // _MAX_ALIGNED)]
     encoded = StoreDocuments(EmbeddingStore.open(folder / STORE_FOLDER))
     has_both = encoded.contains(text_ids(texts)) & documents.contains(text_ids(texts))
     texts = [text for text, is_found in zip(texts, has_both, strict=True) if is_found]
@@ -292,27 +263,13 @@ def load_new_model(
         normalize(torch.from_numpy(source.find_embeddings(texts)[1]).double())
         for source in (documents, encoded)
     )
-    table: Any = VectorTable("documents")
-    table.vectors = documents
-    routes: list[list[Any]] = [list(get_tower(new_model, "query").children()), [table]]
+    query_tower: list[Any] = list(get_tower(new_model, "query").children())
+    table: Any = VectorTable(documents)
     base = DualEncoder(
-        modules=[Router.for_query_document(routes[0], routes[1])],
+        modules=[Router.for_query_document(query_tower, [table])],
         prompts={"query": get_prompt(new_model, "query")},
         similarity_fn_name="cosine",
         device=str(new_model.device),
         trust_remote_code=new_model.trust_remote_code,
     )
     return base, GivenVectors(documents, name, (new, old))
-
-
-def write_map(candidate: Candidate, folder: Path, dimension: int, file: Path) -> None:
-    """Write the matrix (d, e) by which query vectors are multiplied; without a map, the identity.
-
-    Args:
-        folder: the folder with the candidate's map.
-    """
-    matrix = torch.eye(dimension, dtype=torch.float64)
-    if candidate.system == "map":
-        matrix = load_matrix(candidate, folder)
-    with atomic_file(file) as temporary_file:
-        save_file({"matrix": matrix}, temporary_file)

@@ -1,38 +1,40 @@
-"""Proposal of training settings for a data set, from its size and the lengths of its texts.
+"""Settings of a training for a method, the user's data and the machine.
 
-`contaccum fit` trains with it; see `contaccum.experiments.proposed`.
+`contaccum fit` trains with them. Settings that the user gives are never changed.
 """
 
 from __future__ import annotations
 
 import math
 import multiprocessing
+import os
 import re
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 import numpy as np
 import torch
 import yaml
+from transformers import AutoConfig, AutoTokenizer
 
-from contaccum.errors import UserError
-from contaccum.files import read_json
+from contaccum.data import load_training_data
+from contaccum.distributed import RANK_TIMEOUT, world_size
+from contaccum.encoders.loading import is_sentence_transformer
+from contaccum.errors import ConfigError
+from contaccum.settings import WITH_BANK, Settings, find, for_method, get_engine, replace
+from contaccum.training.arguments import ContAccumTrainingArguments
+from contaccum.training.micro_batch import find_largest_divisor
 
-PROMPTS_FILE = Path(__file__).with_name("prompts.yaml")
-"""File with the prompts of families of models."""
-MICRO_BATCH = 16
-"""Most pairs per micro-batch on a CPU, which is 10 % faster with them than with 8."""
+MICRO_BATCH = 16  # pairs at most, on a CPU; it is 10 % faster with them than with 8
+MAX_QUERY_SIDE_MICRO_BATCH = 32  # pairs, of which only the queries are encoded
 MAX_PAIRS_PER_UPDATE = 128
+# The learning rates that are tried first, for full training of a pretrained retriever with 384
+# hidden dimensions. `compute_start_rate` adapts them to other encoders.
 QUERY_SIDE_START_RATE = 1.6e-4
 START_RATE = 1e-4
-"""The learning rate that is tried first with a method, except query_side.
 
-Both rates are for full training of a pretrained retriever with 384 hidden dimensions.
-`compute_start_rate` adapts them to other encoders.
-"""
-
+_PROMPTS_FILE = Path(__file__).with_name("prompts.yaml")  # of families of models
 _MIN_UPDATES_PER_EPOCH = 8  # with a small data set, updates are made smaller
 _PAIRS_UNIT = 8  # the pairs per update are a multiple
 _MAX_SAMPLED_ROWS = 1000  # rows whose texts are measured
@@ -45,66 +47,149 @@ _ADAPTER_FACTOR = 10.0  # LoRA adapters need larger rates
 _WEAK_BASE_FACTOR = 5.0  # an encoder that cannot retrieve yet needs larger rates
 
 
-@dataclass(frozen=True)
-class Proposal:
-    """The settings that are proposed for training data."""
+def check_given(model: str, given: Mapping[str, Any]) -> ContAccumTrainingArguments:
+    """Check the user's settings with each method that may be used, before anything is read.
 
-    query_max_length: int  # tokens that 95% of the queries do not exceed; see `_compute_max_length`
-    passage_max_length: int
-    query_prompt: str  # of this family of models, or empty
-    passage_prompt: str
-    has_negatives: bool  # a row of the sample has a hard negative
-    micro_batch: int | Literal["auto"]  # auto on a GPU, where a larger one takes hardly longer
-    pairs_per_update: int
-    # Processes that tokenise meanwhile. Without them, a GPU waits for tokens as long as it
-    # computes. They start anew in each epoch, so there are none where a new process does not begin
-    # as a copy and takes seconds.
-    num_workers: int
-    bank_size: int
-    temperature: float
+    With several processes, they can communicate from now on. One of them may have much more work
+    than the others, which wait for it.
+
+    Returns:
+        The arguments of a training, with the device and the batch sizes.
+
+    Raises:
+        ConfigError: for an unknown setting, or values that cannot work.
+    """
+    settings = _make_common_settings({"model": model, **given})
+    patient = replace(make_base_settings(settings), ddp_timeout=int(RANK_TIMEOUT.total_seconds()))
+    args = ContAccumTrainingArguments.from_settings(patient)
+    method = given.get("method", "contaccum")
+    ContAccumTrainingArguments.from_settings(make_settings(settings, method, given, store="store"))
+    return args
 
 
-def propose(data: str | Path, model: str, positives: Any = None) -> Proposal:
-    """Read training data, and propose settings for training a model on them.
+def explain_no_query_side(settings: Settings, given: Mapping[str, Any]) -> str:
+    """Return why the query tower cannot be trained alone with the user's settings; "" if it can."""
+    method = given.get("method", "query_side")
+    if method != "query_side":
+        return f"method={method} is given"
+    try:
+        query_side = make_settings(settings, "query_side", given, store="store")
+        ContAccumTrainingArguments.from_settings(query_side)
+    except ConfigError as error:
+        return str(error)
+    return ""
 
-    Only the tokenizer of the model is loaded.
 
-    Args:
-        data: a file, folder or data set in any format of docs/data.md.
-        model: a folder or hub name.
-        positives: which positives of a record make rows; see `load_training_data`.
+def propose_settings(train_file: Path, model: str, given: Mapping[str, Any]) -> Settings:
+    """Return settings for training both towers on the data, overridden by those of the user.
+
+    A SentenceTransformer keeps its maximum lengths; a transformers backbone gets lengths for the
+    data. Only the tokenizer of the model is loaded.
 
     Raises:
         UserError: for data that cannot be used.
     """
-    from contaccum.data import load_training_data
-
-    loaded = load_training_data(data, positives=positives)
+    # With positives="all", an epoch has a row for each positive, so updates may be larger.
+    loaded = load_training_data(train_file, positives=given.get("positives"))
     num_rows = len(loaded.dataset)
-    num_passages = len(np.unique(loaded.pairs[:, 1]))
-    rows = np.random.default_rng(0).permutation(num_rows)[:_MAX_SAMPLED_ROWS]
-    texts = loaded.transform.first_texts(sorted(rows.tolist()))
-    query_prompt, passage_prompt = find_prompts(model)
-    count_tokens, max_tokens = _load_tokenizer(model)
-    query_lengths = [count_tokens(f"{query_prompt}{text}") for text in texts["query"]]
-    passage_lengths = [count_tokens(f"{passage_prompt}{text}") for text in texts["positive"]]
+    most_pairs = min(MAX_PAIRS_PER_UPDATE, num_rows // _MIN_UPDATES_PER_EPOCH)
+    pairs_per_update = _PAIRS_UNIT * max(1, most_pairs // _PAIRS_UNIT)
+    pairs_per_update = given.get("total_train_batch_size", pairs_per_update)
+    # On a GPU, a larger micro-batch takes hardly longer. But "auto" needs a fixed number of pairs
+    # per update, and cannot be used with an engine.
     has_gpu = torch.cuda.is_available()
+    has_steps = "gradient_accumulation_steps" in given
+    is_auto = has_gpu and not has_steps and not get_engine(_make_common_settings(given))
+    micro_batch = given.get("per_device_train_batch_size", "auto" if is_auto else MICRO_BATCH)
+    if micro_batch == MICRO_BATCH and not has_steps:
+        pairs_of_rank = math.ceil(pairs_per_update / world_size())
+        micro_batch = find_largest_divisor(pairs_of_rank, MICRO_BATCH)
+    unit = 1 if micro_batch == "auto" else micro_batch
+    # Without processes that tokenise, a GPU waits for tokens as long as it computes. They start
+    # anew in each epoch, so there are none where a new process does not begin as a copy and takes
+    # seconds.
     starts_by_copy = multiprocessing.get_all_start_methods()[0] == "fork"  # the default comes first
     # The largest power of two that is at most half of the passages, from 8 to 1024.
+    num_passages = len(np.unique(loaded.pairs[:, 1]))
     bank_rows = min(_MAX_BANK_SIZE, max(8, num_passages // 2))
-    most_pairs = min(MAX_PAIRS_PER_UPDATE, num_rows // _MIN_UPDATES_PER_EPOCH)
-    return Proposal(
-        query_max_length=_compute_max_length(query_lengths, max_tokens),
-        passage_max_length=_compute_max_length(passage_lengths, max_tokens),
-        query_prompt=query_prompt,
-        passage_prompt=passage_prompt,
-        has_negatives=loaded.has_negatives,
-        micro_batch="auto" if has_gpu else MICRO_BATCH,
-        pairs_per_update=_PAIRS_UNIT * max(1, most_pairs // _PAIRS_UNIT),
-        num_workers=_NUM_WORKERS if has_gpu and starts_by_copy else 0,
-        bank_size=2 ** int(np.log2(bank_rows)),
-        temperature=0.05,
-    )
+    query_prompt, passage_prompt = _find_prompts(model)
+    proposed = {
+        "model": os.path.abspath(model) if os.path.isdir(model) else model,
+        "train_data": [str(train_file)],
+        "bank_size": 2 ** int(np.log2(bank_rows)),
+        "temperature": 0.05,
+        "per_device_train_batch_size": micro_batch,
+        "total_train_batch_size": _round_up(pairs_per_update, unit * world_size()),
+        "dataloader_num_workers": _NUM_WORKERS if has_gpu and starts_by_copy else 0,
+        "num_hard_negatives": int(loaded.has_negatives),
+        "query_prompt": query_prompt or None,
+        "passage_prompt": passage_prompt or None,
+    }
+    if not is_sentence_transformer(model):
+        rows = np.random.default_rng(0).permutation(num_rows)[:_MAX_SAMPLED_ROWS]
+        texts = loaded.transform.first_texts(sorted(rows.tolist()))
+        count_tokens, max_tokens = _load_tokenizer(model)
+        for name, column, prompt in (
+            ("query_max_length", "query", query_prompt),
+            ("passage_max_length", "positive", passage_prompt),
+        ):
+            lengths = [count_tokens(f"{prompt}{text}") for text in texts[column]]
+            proposed[name] = _compute_max_length(lengths, max_tokens)
+    if has_steps:
+        # The proposed batch size could contradict the number of steps that the user gave.
+        del proposed["total_train_batch_size"]
+    return _make_common_settings({**proposed, **given})
+
+
+def make_base_settings(settings: Settings) -> Settings:
+    """Return the settings that load the base model: the simplest method, and no adapter.
+
+    The base model encodes the store for query-side training. A query-side training has no adapter
+    in its document tower, and it refuses a store that another document tower has encoded.
+    """
+    without_adapter = {"lora_r": None, "load_in_4bit": False}
+    return for_method(settings, "grad_accum", **find("needs", "lora_r"), **without_adapter)
+
+
+def make_settings(
+    proposed: Settings, method: str, given: Mapping[str, Any], store: str, **changes: Any
+) -> Settings:
+    """Return the settings of a training by a method.
+
+    Settings of the bank are dropped without a bank. Other settings that the method does not have
+    are refused, because the user has given them.
+
+    Args:
+        proposed: settings of method contaccum, which has all but the documents.
+        given: the user's settings.
+        store: the documents' vectors by the base model, for query_side.
+
+    Raises:
+        ConfigError: if the method cannot have the settings.
+    """
+    values: dict[str, Any] = {}
+    if method not in WITH_BANK:
+        values = find("methods", WITH_BANK)
+    settings = replace(proposed, **changes)
+    if method == "in_batch":
+        # The micro-batch of each process is its share of the update. If the user has fixed the size
+        # of the micro-batch alone, it decides the size of the update.
+        total = settings.total_train_batch_size
+        if "per_device_train_batch_size" not in given and total is not None:
+            values["per_device_train_batch_size"] = total // world_size()
+        elif "per_device_train_batch_size" in given and "total_train_batch_size" not in given:
+            values["total_train_batch_size"] = None
+    if method == "query_side":
+        if settings.load_in_4bit:
+            raise ConfigError(
+                "method=query_side with load_in_4bit: the store would not fit, because the base "
+                "model encodes it without rounding to 4 bits. Drop load_in_4bit"
+            )
+        # All documents of the store are negatives; passages that it lacks are added.
+        values |= {"passage_store": store, "missing": "add", "num_hard_negatives": 0}
+        if "gradient_accumulation_steps" not in given:
+            values |= _make_query_side_sizes(settings, given)
+    return replace(settings, **{**values, "method": method})
 
 
 def compute_start_rate(method: str, width: int, has_adapter: bool, is_base_weak: bool) -> float:
@@ -124,9 +209,57 @@ def compute_start_rate(method: str, width: int, has_adapter: bool, is_base_weak:
     return float(f"{rate:.1e}")
 
 
-def find_prompts(model: str) -> tuple[str, str]:
+def read_width(model: str) -> int:
+    """Return the number of dimensions of a model's hidden states; 768 if it cannot be read."""
+    try:
+        config = AutoConfig.from_pretrained(model)
+    except (OSError, ValueError):
+        return 768  # of most encoders
+    return getattr(config, "hidden_size", None) or 768
+
+
+def _make_common_settings(values: Mapping[str, Any]) -> Settings:
+    """Return settings of method contaccum, which has all settings but those of the documents."""
+    values = {**values, "method": "contaccum"}
+    is_auto = values.get("per_device_train_batch_size") == "auto"
+    if is_auto and not {"total_train_batch_size", "gradient_accumulation_steps"} & values.keys():
+        values["total_train_batch_size"] = MAX_PAIRS_PER_UPDATE  # until one is proposed
+    return replace(Settings(), **values)
+
+
+def _make_query_side_sizes(settings: Settings, given: Mapping[str, Any]) -> dict[str, Any]:
+    """Return sizes of micro-batch and update, which are larger if the user has not fixed them.
+
+    Raises:
+        ConfigError: if the pairs of an update cannot be divided among the processes.
+    """
+    num_ranks = world_size()
+    micro_batch = given.get("per_device_train_batch_size")
+    total = settings.total_train_batch_size
+    if total is None:
+        unit = micro_batch if isinstance(micro_batch, int) else _PAIRS_UNIT
+        total = _round_up(MAX_PAIRS_PER_UPDATE, unit * num_ranks)
+    if total % num_ranks:
+        raise ConfigError(
+            f"total_train_batch_size={total}: give a multiple of {num_ranks}, the number of "
+            "processes"
+        )
+    if micro_batch is None:
+        micro_batch = find_largest_divisor(total // num_ranks, MAX_QUERY_SIDE_MICRO_BATCH)
+    return {
+        "total_train_batch_size": total,
+        "per_device_train_batch_size": micro_batch,
+        "gradient_accumulation_steps": 1,
+    }
+
+
+def _round_up(number: int, divisor: int) -> int:
+    return math.ceil(number / divisor) * divisor
+
+
+def _find_prompts(model: str) -> tuple[str, str]:
     """Return the prompts of a model's family for queries and passages; ("", "") if unknown."""
-    families = yaml.safe_load(PROMPTS_FILE.read_text(encoding="utf-8"))
+    families = yaml.safe_load(_PROMPTS_FILE.read_text(encoding="utf-8"))
     for pattern, (query_prompt, passage_prompt) in families.items():
         if re.search(pattern, model, re.IGNORECASE):
             return query_prompt, passage_prompt
@@ -134,43 +267,16 @@ def find_prompts(model: str) -> tuple[str, str]:
 
 
 def _load_tokenizer(model: str) -> tuple[Callable[[str], float], int]:
-    """Load the model's tokenizer; if it cannot be loaded, return an estimate: 4 bytes per token.
+    """Return a function that counts the tokens of a text, and the most that the model encodes.
 
-    Returns:
-        A function that returns the number of tokens in a text; and the maximum number of tokens
-        that the model encodes, at most 512.
+    If the tokenizer cannot be loaded, the count is an estimate: 4 bytes per token.
     """
-    from sentence_transformers.util import load_file_path
-    from transformers import AutoTokenizer
-
-    from contaccum.encoders.names import require_model
-
     try:
-        require_model(model)
         tokenizer = AutoTokenizer.from_pretrained(model)
-        settings_file = load_file_path(model, "sentence_bert_config.json")
-    except (UserError, OSError, ValueError):
-        return lambda text: len(text.encode()) / 4, _MAX_TOKENS
-    max_seq_length = None
-    if settings_file:
-        max_seq_length = read_json(settings_file).get("max_seq_length")
-    max_tokens = min(_MAX_TOKENS, tokenizer.model_max_length, max_seq_length or _MAX_TOKENS)
-
-    def count_tokens(text: str) -> float:
-        return len(tokenizer(text, verbose=False)["input_ids"])
-
-    return count_tokens, max_tokens
-
-
-def read_width(model: str) -> int:
-    """Return the number of dimensions of a model's hidden states; 768 if it cannot be read."""
-    from transformers import AutoConfig
-
-    try:
-        config = AutoConfig.from_pretrained(model)
     except (OSError, ValueError):
-        return 768  # of most encoders
-    return getattr(config, "hidden_size", None) or 768
+        return lambda text: len(text.encode()) / 4, _MAX_TOKENS
+    max_tokens = min(_MAX_TOKENS, tokenizer.model_max_length)
+    return lambda text: len(tokenizer(text, verbose=False)["input_ids"]), max_tokens
 
 
 def _compute_max_length(lengths: Sequence[float], max_tokens: int) -> int:
@@ -180,5 +286,4 @@ def _compute_max_length(lengths: Sequence[float], max_tokens: int) -> int:
     It is at most ``max_tokens``.
     """
     length = np.quantile(lengths, _LENGTH_QUANTILE)
-    rounded_up = math.ceil(length / 8) * 8
-    return min(max_tokens, rounded_up)
+    return min(max_tokens, math.ceil(length / 8) * 8)

@@ -24,12 +24,13 @@ from contaccum.evaluation.evaluator import RetrievalEvaluator, sample
 from contaccum.settings import Settings, for_method
 from contaccum.training.arguments import ContAccumTrainingArguments
 from contaccum.training.micro_batch import find_largest_divisor
-from contaccum.training.proposal import compute_start_rate, read_width
+from contaccum.training.proposal import (
+    MAX_QUERY_SIDE_MICRO_BATCH,
+    compute_start_rate,
+    read_width,
+)
 
 logger = logging.getLogger(__name__)
-
-MAX_QUERY_SIDE_MICRO_BATCH = 32
-"""Pairs per micro-batch of query-side training, in which only queries are encoded."""
 
 
 def load_data(settings: Settings) -> TrainingSets:

@@ -36,7 +36,7 @@ from contaccum.data.beir import is_beir_folder
 from contaccum.data.records import Record
 from contaccum.errors import DataError, UserError
 from contaccum.evaluation.results import fill_page, markdown_table
-from contaccum.experiments.comparison import SYSTEMS
+from contaccum.experiments.verdict import SYSTEMS
 from contaccum.files import atomic_folder, hash_file, read_json, write_json, write_text
 from contaccum.report.fit_page import RUNGS
 from contaccum.work import RESULT_FILE

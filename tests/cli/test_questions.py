@@ -280,17 +280,6 @@ def test_a_server_that_stops_costs_one_line_and_no_answer(run, server, output, m
     assert len(server.requests) == NUM_DOCUMENTS + 1
 
 
-def test_a_slow_server_ends_with_a_time_out(run, server, output, monkeypatch, capsys):
-    monkeypatch.setattr(questions, "MAX_RETRIES", 1)
-    monkeypatch.setattr(questions, "TIMEOUT", 0.2)
-    may_answer = threading.Event()
-    server.write = lambda content: may_answer.wait() or ""
-    assert run() == 2
-    may_answer.set()
-    assert "timed out" in capsys.readouterr().err
-    assert len(server.requests) == 2
-
-
 def test_the_key_is_sent_and_is_in_no_file_or_output(
     run, server, tmp_path, capsys, caplog, monkeypatch
 ):

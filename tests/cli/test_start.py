@@ -100,7 +100,6 @@ REFUSED = {
     "fit nothing.jsonl --model model": "nothing.jsonl",
     "fit pairs.jsonl --model ./nothing": "./nothing",
     "fit pairs.jsonl --model model --corpus nothing.jsonl": "nothing.jsonl",
-    "fit pairs.jsonl --model model --guard nothing": "nothing",
     "fit pairs.jsonl --model model --budget soon": "budget=soon",
     "fit pairs.jsonl --model model --budegt 5m": "did you mean 'budget'",
     "fit pairs.jsonl --model model --hub_token secret": "credential",

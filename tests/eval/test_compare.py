@@ -250,13 +250,6 @@ def test_values_are_tried_beyond_an_end_while_the_best_is_there(
     assert find_best_value(scores) == best
 
 
-def test_a_ladder_ends_at_twelve_values():
-    scores: dict[float, float | None] = {}
-    while next_ones := next_values((1.0, 2.0), scores):
-        scores |= {value: value for value in next_ones}
-    assert len(scores) == 12
-
-
 # The program
 
 

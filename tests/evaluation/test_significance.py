@@ -9,8 +9,8 @@ import numpy as np
 import pytest
 
 from contaccum.errors import DataError
-from contaccum.evaluation.metrics import add_holm, sign_flip_test
-from contaccum.experiments.verdict import BETTER, LEVEL, WORSE, Verdict, compute_verdict
+from contaccum.evaluation.metrics import BETTER, LEVEL, WORSE, add_holm, sign_flip_test
+from contaccum.experiments.verdict import Verdict, compute_verdict
 
 BENCHMARKS = Path(__file__).parents[2] / "benchmarks" / "by_time"
 REAL_RUNS = (

@@ -19,7 +19,7 @@ from translations import make_questions, make_translations
 import contaccum
 from contaccum import work
 from contaccum.data.beir import BeirDataset, load_beir_folder
-from contaccum.data.split import read_split, write_part
+from contaccum.data.split import write_part
 from contaccum.encoders.linear_map import solve_linear_map
 from contaccum.encoders.settings import is_tied
 from contaccum.evaluation.evaluator import RetrievalEvaluator
@@ -35,17 +35,16 @@ from contaccum.experiments.candidates import (
     load_candidate,
     pool_documents,
     read_kinds,
-    write_linear_maps,
 )
 from contaccum.experiments.folds import Pairs
-from contaccum.experiments.proposed import check_given
 from contaccum.experiments.run import Job, Trained
 from contaccum.progress import StatusLine
 from contaccum.retrieval.bm25 import fuse_runs
 from contaccum.retrieval.encode import check_store_fits, encode_texts, model_fingerprint
 from contaccum.retrieval.store import EmbeddingStore
 from contaccum.settings import Settings, replace
-from contaccum.training import update
+from contaccum.training import linear_map, update
+from contaccum.training.proposal import check_given
 from contaccum.training.trainer import train_and_save
 from contaccum.work import Budget
 
@@ -89,12 +88,12 @@ def make_ladder(
     model = str(root / "fresh")
     args = check_given(model, given)
     budget = Budget(1e6, folder)
-    job = Job(folder, {}, given, args, budget, StatusLine(lambda line: None, str))
+    request = {"bm25": has_bm25}
+    job = Job(folder, request, given, args, budget, StatusLine(lambda line: None, str))
     Pairs(root / "questions.jsonl", test=100).hold_out(job.data)
     base, settings = fit_module.load_base(job, model)
     documents, _ = fit_module.encode_documents(job, base, model)
-    split = read_split(job.data)
-    return Ladder(job, base, settings, documents, 0.0, split, has_bm25, ends_at, {})
+    return Ladder(job, base, settings, documents, 0.0, ends_at)
 
 
 # The choice ---------------------------------------------------------------------------------------
@@ -237,26 +236,16 @@ def test_a_second_climb_reads_all_candidates(climbed, monkeypatch):
     monkeypatch.setattr(candidates_module, "MAX_POOL", 30)
     monkeypatch.setattr(candidates_module, "train", lambda *_: pytest.fail("trained again"))
     monkeypatch.setattr(candidates_module, "write_linear_maps", lambda *_: pytest.fail("again"))
-    again = Ladder(
-        climbed.job,
-        climbed.base,
-        climbed.settings,
-        climbed.documents,
-        0.0,
-        read_split(climbed.job.data),
-        has_bm25=False,
-        ends_at=0.0,
-        guards={},
-    )
+    again = Ladder(climbed.job, climbed.base, climbed.settings, climbed.documents, 0.0, 0.0)
     again.climb()
     assert again.candidates == climbed.candidates
     assert again.get_best() == climbed.get_best()
 
 
 def test_maps_are_the_ridge_solutions_of_the_first_training_pairs(climbed, tmp_path, monkeypatch):
-    monkeypatch.setattr(candidates_module, "MAX_MAP_PAIRS", 12)
+    monkeypatch.setattr(linear_map, "MAX_MAP_PAIRS", 12)
     train_file = climbed.job.data / "train.jsonl"
-    write_linear_maps(climbed.base, train_file, climbed.documents, 8, tmp_path, [3.0])
+    linear_map.write_linear_maps(climbed.base, train_file, climbed.documents, 8, tmp_path, [3.0])
     candidate = Candidate("map", 1, "map", ridge=3.0)
     rows = [json.loads(line) for line in train_file.read_text().splitlines()[:12]]
     queries = encode_texts(climbed.base, [row["query"] for row in rows], "query")
@@ -487,14 +476,25 @@ def assert_model_is_the_base(root: Path, folder: Path) -> None:
     assert model_fingerprint(kept) == model_fingerprint(base)
 
 
-@pytest.mark.parametrize(("budget", "rungs"), [(4.0, [0] * 2), (7.0, [0] * 2 + [1] * 6)])
+@pytest.mark.parametrize(
+    ("budget", "used", "rungs"),
+    [(4.0, 0.0, [0] * 2), (7.0, 0.0, [0] * 2 + [1] * 6), (60.0, 100.0, [0] * 2)],
+)
 def test_a_budget_of_seconds_gives_the_first_rungs_and_a_report(
-    root, tmp_path, clock, budget, rungs
+    root, tmp_path, clock, monkeypatch, budget, used, rungs
 ):
-    """Five seconds are for the report, and a training needs five."""
+    """Five seconds are for the report, and a training needs five. Holding out counts too."""
+    hold_out = Pairs.hold_out
+
+    def hold_out_slowly(pairs: Pairs, folder: Path, **options: Any) -> list[str]:
+        clock.seconds += used
+        return hold_out(pairs, folder, **options)
+
+    monkeypatch.setattr(Pairs, "hold_out", hold_out_slowly)
     record = fit(root, tmp_path, budget=budget)
     assert [candidate["rung"] for candidate in record["candidates"]] == rungs
     assert record["verdict"]["line"] in record["printed"]
+    assert record["seconds"]["total"] == used
 
 
 @pytest.mark.parametrize(("bm25", "free", "weight"), [(True, "BM25", 1.0), (False, "fresh", 0.0)])

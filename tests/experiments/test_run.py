@@ -12,12 +12,10 @@ from small_data import write_pairs
 from tiny_models import tiny_encoder
 
 from contaccum.experiments import run as run_module
-from contaccum.experiments.run import count_updates, train
+from contaccum.experiments.run import train
 from contaccum.progress import StatusLine
 from contaccum.settings import Settings, replace
 from contaccum.training import log
-from contaccum.training.arguments import ContAccumTrainingArguments
-from contaccum.training.setup import load_data
 
 STATUS = StatusLine(print, str)
 
@@ -89,14 +87,3 @@ def test_training_that_was_stopped_continues_to_the_same_weights(
         weights.append((tmp_path / name / "training" / "model.safetensors").read_bytes())
     assert weights[0] == weights[1]
     assert not list(output.glob("checkpoint-*"))
-
-
-@pytest.mark.parametrize(
-    ("changes", "num_updates"),
-    [({"max_steps": 5}, 5), ({"max_steps": -1, "num_train_epochs": 2.5}, 8)],
-)
-def test_updates_are_counted(root, changes, num_updates):
-    """24 rows in updates of 8 pairs are three updates per epoch."""
-    settings = make_settings(root, total_train_batch_size=8, **changes)
-    args = ContAccumTrainingArguments.from_settings(settings)
-    assert count_updates(load_data(settings).dataset, args) == num_updates

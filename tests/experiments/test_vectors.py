@@ -158,7 +158,7 @@ def test_map_of_a_new_model_is_compared_with_encoding_all_documents_anew(tmp_pat
     texts = list(dict.fromkeys(row["positive"] for row in rows))
     old = model.encode_document(texts)[:, : DIMENSION // 2]
     write_vectors(tmp_path / "vectors" / "documents.parquet", old, text=texts)
-    argv = ["fit", str(pairs), "--vectors", str(tmp_path / "vectors"), "--new-queries"]
+    argv = ["fit", str(pairs), "--vectors", str(tmp_path / "vectors"), "--new_queries"]
     argv += [str(tmp_path / "model"), "--test", "100", "--output", str(tmp_path / "out")]
     assert main([*argv, "--use_cpu", "true", "--disable_tqdm", "true"]) == 0
     lines = capsys.readouterr().out.splitlines()

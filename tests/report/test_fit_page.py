@@ -11,8 +11,8 @@ from typing import Any
 import pytest
 
 from contaccum.experiments.candidates import Candidate
-from contaccum.experiments.verdict import Verdict, compute_verdict, warn_of_test
-from contaccum.report.fit_page import build_fit_page, join_title_and_text
+from contaccum.experiments.verdict import Verdict, compute_verdict
+from contaccum.report.fit_page import build_fit_page
 
 SCRIPT = "<script>alert(1)</script>"
 
@@ -188,12 +188,6 @@ def test_the_charts_are_the_ladder_and_the_test_with_its_intervals(tmp_path):
     assert "<metadata" not in page
 
 
-def test_a_title_is_a_sentence_before_the_text():
-    assert join_title_and_text({"title": "Rain", "text": "falls"}) == "Rain. falls"
-    assert join_title_and_text({"title": "Rain?", "text": "falls"}) == "Rain? falls"
-    assert join_title_and_text({"title": "", "text": "falls"}) == "falls"
-
-
 def test_the_interval_decides_the_verdict_and_a_better_bm25_is_warned_of():
     queries = [f"q{number}" for number in range(40)]
     free = dict.fromkeys(queries, 0.5)
@@ -201,11 +195,11 @@ def test_the_interval_decides_the_verdict_and_a_better_bm25_is_warned_of():
     verdict = compute_verdict_of(free, noisy, bm25=dict.fromkeys(queries, 0.9))
     assert verdict.word == "LEVEL"
     assert verdict.low < 0.0 < verdict.high
-    [warning] = warn_of_test(verdict)
+    [warning] = verdict.warnings()
     assert warning.startswith("BM25 alone scores 0.900 on test")
     better = compute_verdict_of(free, {query: score + 0.2 for query, score in free.items()})
     assert better.word == "BETTER"
-    assert warn_of_test(better) == []
+    assert better.warnings() == []
 
 
 def test_queries_about_few_passages_are_counted_and_warned_of():
@@ -215,7 +209,7 @@ def test_queries_about_few_passages_are_counted_and_warned_of():
         dict.fromkeys(queries, 0.5), dict.fromkeys(queries, 0.7), group=groups
     )
     assert "on 40 held-out queries of 8 passages (" in str(verdict)
-    [warning] = warn_of_test(verdict)
+    [warning] = verdict.warnings()
     assert "only 8 different passages" in warning
 
 

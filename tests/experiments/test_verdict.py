@@ -8,14 +8,15 @@ from sample_texts import sentences
 from small_data import make_queries, write_beir
 
 from contaccum.data import load_beir_folder
-from contaccum.experiments.comparison import (
+from contaccum.evaluation.metrics import LEVEL
+from contaccum.experiments.verdict import (
     SYSTEMS,
     ScoreColumns,
     SystemResult,
     collect_scores,
+    compute_verdict,
     pool_scores,
 )
-from contaccum.experiments.verdict import LEVEL, compute_verdict
 
 NUM_PASSAGES = 12
 NUM_FOLDS = 5
