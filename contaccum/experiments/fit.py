@@ -50,13 +50,13 @@ from contaccum.experiments.candidates import (
     Candidate,
     DevSet,
     GivenVectors,
-    Ladder,
     encode_corpus,
     load_candidate,
     load_matrix,
     read_kinds,
 )
 from contaccum.experiments.folds import Pairs, score_fold
+from contaccum.experiments.ladder import Ladder
 from contaccum.experiments.request import format_duration, parse_duration, read_given
 from contaccum.experiments.run import TRAINING_FOLDER, Job
 from contaccum.experiments.vectors import load_new_model, load_vectors
@@ -67,7 +67,7 @@ from contaccum.experiments.verdict import (
     compare_queries,
     compute_verdicts,
     describe_vectors,
-    pool_scores,
+    join_folds,
     search_test_set,
     tabulate,
     write_verdicts_to_card,
@@ -194,7 +194,7 @@ def fit(
         new_queries: a new model that encodes the queries, while the documents keep their old
             ``vectors``. The verdict says what that costs against encoding all documents anew.
         generated: questions that a model has generated, to train on only. Candidates with and
-            without them are compared on dev.
+            without them are compared on dev (with ``towers="one"``, they are used without that).
         print_line: is called with each line for the user.
         settings: options of `contaccum train`, such as ``learning_rate=1e-5``, which `fit` then
             does not choose. None stands for an option that is not given.
@@ -203,7 +203,7 @@ def fit(
         UserError: for data, a model, settings or a folder that cannot be used.
     """
     # What can be refused at once is refused before anything is written.
-    given = read_given(settings)
+    given = read_given(settings)  # the user's own settings of trainings
     names = [model] if isinstance(model, (str, os.PathLike)) else model
     models = list(dict.fromkeys(os.path.expanduser(os.fspath(name)) for name in names))
     pairs = Pairs(
@@ -219,7 +219,7 @@ def fit(
         generated=expand(generated),
     )
     folder = Path(output).expanduser().absolute()
-    seconds = parse_duration(budget)
+    budget_seconds = parse_duration(budget)
     vectors_folder = expand(vectors)
     if vectors_folder is not None:
         models = check_vectors(vectors_folder, models, new_queries, given)
@@ -241,23 +241,23 @@ def fit(
         **{name: hash_path(given[name]) for name in find("is_path").keys() & given.keys()},
         **pairs.describe(folder),
     }
-    may_restart = work.on_first_rank(require_free_folder, folder)
+    may_restart = work.on_first_rank(require_unused_folder, folder)
     with work.begin(folder, request, "contaccum fit", may_restart), ExitStack() as quiet:
-        time_budget = work.Budget(seconds, folder)
+        time_budget = work.Budget(budget_seconds, folder)
         status = StatusLine(
             print_line if rank() == 0 else lambda line: None,
-            lambda: f"{time_budget.used_here() / 60:.1f} of {seconds / 60:.3g} minutes",
+            lambda: f"{time_budget.used_here() / 60:.1f} of {budget_seconds / 60:.3g} minutes",
         )
         job = Job(folder, request, given, args, time_budget, status)
-        texts = pairs
+        matched_pairs = pairs  # with given vectors: those that have one
         documents: StoreDocuments | None
         given_vectors = None
         seconds_per_document = 0.0
         if vectors_folder is not None:
             sides = SIDES if new_queries is None else ("documents",)
-            base, documents, texts = load_vectors(job, vectors_folder, pairs, sides)
+            base, documents, matched_pairs = load_vectors(job, vectors_folder, pairs, sides)
             given_vectors = GivenVectors(documents)
-        num_folds = hold_out(job, texts)
+        num_folds = hold_out(job, matched_pairs)
         # Only now, because a folder in which nothing was done stays empty.
         quiet.enter_context(status.quiet(folder / LOG_FILE if rank() == 0 else Path(os.devnull)))
         if given_vectors is None:
@@ -267,11 +267,11 @@ def fit(
             base, proposed = load_base(job, base_model)
             documents, seconds_per_document = encode_documents(job, base, base_model)
         else:
-            base_model = str(vectors_folder)
+            base_model = str(vectors_folder)  # named in place of a model
             if new_queries is not None:
                 base, given_vectors = load_new_model(job, models[0], given_vectors.documents)
             proposed = replace(Settings(), model=base_model)
-        ends_at = (_LADDER_SHARE if num_folds > 1 else 1.0) * seconds - _END_SECONDS
+        ends_at = (_LADDER_SHARE if num_folds > 1 else 1.0) * budget_seconds - _END_SECONDS
         ladder = Ladder(
             job, base, proposed, documents, seconds_per_document, ends_at, given_vectors
         )
@@ -280,7 +280,7 @@ def fit(
         job.print_line(f"chosen on dev: {chosen.number}. {chosen.describe()}")
         fold_scores: list[ScoreColumns] = []
         if chosen.system in ("map", "trained"):
-            fold_scores = score_other_folds(ladder, chosen, texts, num_folds, seconds_per_document)
+            fold_scores = score_other_folds(ladder, chosen, matched_pairs, num_folds)
         verdicts, record = work.on_first_rank(judge, ladder, chosen, pairs, base_model, fold_scores)
     shown = Path(output).expanduser()  # as the user wrote it
     result = f"model: {shown / 'model'}" if vectors is None else f"map: {shown / MAP_FILE}"
@@ -315,7 +315,9 @@ def check_vectors(
     if new_queries is not None:
         used |= {"query_max_length", "passage_max_length", "query_prompt", "passage_prompt"}
         used |= {"trust_remote_code"}
-    unused = ["model"] * (models != [DEFAULT_MODEL]) + sorted(given.keys() - used)
+    unused = sorted(given.keys() - used)
+    if models != [DEFAULT_MODEL]:
+        unused.insert(0, "model")
     if unused:
         raise ConfigError(
             f"{unused[0]} is set, but with vectors only a map of the query vectors is made: drop it"
@@ -363,7 +365,7 @@ def choose_base_model(job: Job, models: Sequence[str]) -> str:
         texts = get_passage_texts(dataset.corpus)
         kinds = read_kinds(job.data / "dev")
         dev = DevSet(dataset, kinds, None, job.batch_size, job.request["bm25"])
-        seconds: dict[str, float] = {}  # for a document
+        document_seconds: dict[str, float] = {}  # by model
         scores: dict[str, float] = {}
         for model in models:
             name = model_name(model)
@@ -374,8 +376,8 @@ def choose_base_model(job: Job, models: Sequence[str]) -> str:
             except UserError as error:
                 job.print_line(f"{name} is left out: {error}")
                 continue
-            seconds[model] = measure_seconds_per_document(encoder, texts, job.batch_size)
-            needed = seconds[model] * len(texts)
+            document_seconds[model] = measure_seconds_per_document(encoder, texts, job.batch_size)
+            needed = document_seconds[model] * len(texts)
             if needed > _MAX_SHARE_OF_BASE_MODEL * left:
                 job.print_line(
                     f"{name} is left out: encoding {len(texts):,} documents would take "
@@ -386,15 +388,15 @@ def choose_base_model(job: Job, models: Sequence[str]) -> str:
             scores[model] = weighed["scores"][MEAN]
             job.print_line(
                 f"{name}: {weighed['vectors'][MEAN]:.3f}, with BM25 {scores[model]:.3f} on dev, "
-                f"{1000 * seconds[model]:.0f} ms per document on this machine"
+                f"{1000 * document_seconds[model]:.0f} ms per document on this machine"
             )
-        if not seconds:
+        if not document_seconds:
             raise ConfigError("no base model can be loaded: give another --model")
         if scores:
             best = max(scores, key=lambda model: scores[model])
             job.print_line(f"base model: {model_name(best)}")
         else:
-            best = min(seconds, key=lambda model: seconds[model])
+            best = min(document_seconds, key=lambda model: document_seconds[model])
             job.print_line(f"base model: {model_name(best)}, the fastest one")
         is_complete = len(scores) == len(models)
         number = models.index(best)
@@ -491,22 +493,22 @@ def encode_documents(
         for part in ("dev", "test"):
             corpus = load_beir_folder(job.data / part, "test").corpus
             texts.update(dict.fromkeys(get_passage_texts(corpus)))
-        is_stored = set(documents.find_embeddings(list(texts))[0].tolist())
-        return [text for index, text in enumerate(texts) if index not in is_stored]
+        stored = set(documents.find_embeddings(list(texts))[0].tolist())  # indices of texts
+        return [text for index, text in enumerate(texts) if index not in stored]
 
     def encode() -> dict[str, Any]:
         started = time.perf_counter()
         corpus = job.data / CORPUS_FILE
-        encoder = encode_corpus(job, base, model_name(model), corpus, job.store)
+        corpus_encoder = encode_corpus(job, base, model_name(model), corpus, job.store)
         held_out = list_held_out(StoreDocuments(EmbeddingStore.open(job.store)))
         np.save(file, encode_texts(base, held_out, "document", job.batch_size))
         seconds = time.perf_counter() - started
-        num_encoded = encoder.num_encoded + len(held_out)
+        num_encoded = corpus_encoder.num_encoded + len(held_out)
         seconds_per_document = seconds / max(1, num_encoded)
         if num_encoded < _MEASURED_TEXTS:  # an earlier start has encoded nearly all
             texts = get_passage_texts(load_beir_folder(job.data / "dev", "test").corpus)
             seconds_per_document = measure_seconds_per_document(base, texts, job.batch_size)
-        return {"seconds_per_document": seconds_per_document, "cut": encoder.describe_cut()}
+        return {"seconds_per_document": seconds_per_document, "cut": corpus_encoder.describe_cut()}
 
     job.status.start("encoding documents")
     with job.budget.measure("documents"):
@@ -539,16 +541,16 @@ def climb(ladder: Ladder) -> None:
 
 
 def score_other_folds(
-    ladder: Ladder, chosen: Candidate, pairs: Pairs, num_folds: int, seconds_per_document: float
+    ladder: Ladder, chosen: Candidate, pairs: Pairs, num_folds: int
 ) -> list[ScoreColumns]:
     """Train and test the chosen candidate on the other splits for which there is time."""
     job = ladder.job
     split = read_split(job.data)
     # The base model encodes the passages of held-out queries too, about one for each.
     num_documents = split.documents["train"] + split.dev + split.test
-    if chosen.rung >= BOTH_TOWERS:
+    if chosen.rung >= BOTH_TOWERS:  # its model encodes the documents of test
         num_documents += split.documents["test"]
-    needed = chosen.training_seconds + num_documents * seconds_per_document + _END_SECONDS
+    needed = chosen.training_seconds + num_documents * ladder.seconds_per_document + _END_SECONDS
     scores = []
     with job.budget.measure("other splits"):
         for number in range(1, num_folds):
@@ -580,12 +582,13 @@ def judge(
         folder = ladder.get_folder(chosen)
         test_set, results = search_test_set(job.data, ladder.documents, ladder, chosen, folder)
     first_scores = collect_scores(test_set, results)
-    scores = pool_scores([first_scores, *fold_scores])
+    scores = join_folds([first_scores, *fold_scores])
     verdicts = compute_verdicts(scores, free, chosen, 1 + len(fold_scores), split.questions)
     words = {verdict.word for verdict in verdicts.values()}
     is_recommended = BETTER in words and WORSE not in words
+    # With new queries, `free` encodes all documents anew: the verdict is the price of the map.
     recommended = chosen if is_recommended or free.system == "anew" else free
-    if ladder.given is None:
+    if ladder.given_vectors is None:
         write_model(job, ladder, recommended)
         write_verdicts_to_card(job.folder / "model", verdicts.values(), model_name(base_model))
     else:
@@ -604,7 +607,7 @@ def judge(
         "lines": [describe_vectors(scores)] if chosen.system != "bm25" else [],
         "warnings": [line for verdict in verdicts.values() for line in verdict.warnings()],
         "model": model_name(base_model),
-        "has_model": ladder.given is None,
+        "has_model": ladder.given_vectors is None,
         "data": paths,
         "split": asdict(split),
         "scores": tabulate(
@@ -661,7 +664,7 @@ def write_config(job: Job, chosen: Candidate) -> None:
     write_text(job.folder / CONFIG_FILE, text)
 
 
-def require_free_folder(folder: Path) -> bool:
+def require_unused_folder(folder: Path) -> bool:
     """Return True if a call may replace the work that an earlier call has begun in the folder.
 
     It may as long as nothing is encoded: data, model and settings that were refused can be

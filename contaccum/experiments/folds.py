@@ -33,7 +33,8 @@ from contaccum.data.split import (
     split_data,
 )
 from contaccum.errors import ConfigError
-from contaccum.experiments.candidates import Candidate, Ladder, encode_corpus
+from contaccum.experiments.candidates import Candidate, encode_corpus
+from contaccum.experiments.ladder import Ladder
 from contaccum.experiments.run import train
 from contaccum.experiments.verdict import ScoreColumns, collect_scores, search_test_set
 from contaccum.files import atomic_folder, hash_path, require_exists
@@ -154,7 +155,7 @@ def score_fold(number: int, ladder: Ladder, chosen: Candidate, pairs: Pairs) -> 
 
     The split and the trained model are removed afterwards. ``number`` is that of the fold, from 1.
     """
-    job, base, given = ladder.job, ladder.base, ladder.given
+    job, base, given = ladder.job, ladder.base, ladder.given_vectors
     folder = job.folder / "folds" / str(number)
     data = folder / "data"
     train_file = data / chosen.train_file

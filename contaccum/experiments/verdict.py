@@ -26,13 +26,8 @@ from contaccum.evaluation.metrics import (
     warn_of_few_groups,
 )
 from contaccum.evaluation.results import Run
-from contaccum.experiments.candidates import (
-    MEAN,
-    Candidate,
-    Ladder,
-    read_known_queries,
-    search_with,
-)
+from contaccum.experiments.candidates import MEAN, Candidate, read_known_queries, search_with
+from contaccum.experiments.ladder import Ladder
 from contaccum.retrieval.bm25 import fuse_runs
 from contaccum.retrieval.documents import StoreDocuments
 
@@ -200,7 +195,7 @@ def collect_scores(
     return scores
 
 
-def pool_scores(fold_scores: Sequence[ScoreColumns]) -> ScoreColumns:
+def join_folds(fold_scores: Sequence[ScoreColumns]) -> ScoreColumns:
     """Return the scores of the test queries of all folds, with their groups.
 
     Known queries of several folds may be about the same passage, so queries are in one group by

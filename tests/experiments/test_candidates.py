@@ -23,20 +23,19 @@ from contaccum.data.split import write_part
 from contaccum.encoders.linear_map import solve_linear_map
 from contaccum.encoders.settings import is_tied
 from contaccum.evaluation.evaluator import RetrievalEvaluator
-from contaccum.experiments import candidates as candidates_module
 from contaccum.experiments import fit as fit_module
+from contaccum.experiments import ladder as ladder_module
 from contaccum.experiments.candidates import (
     BM25_WEIGHTS,
     LARGEST_LOSS,
     Candidate,
     DevSet,
-    Ladder,
     choose,
     load_candidate,
-    pool_documents,
     read_kinds,
 )
 from contaccum.experiments.folds import Pairs
+from contaccum.experiments.ladder import Ladder, pool_documents
 from contaccum.experiments.run import Job, Trained
 from contaccum.progress import StatusLine
 from contaccum.retrieval.bm25 import fuse_runs
@@ -162,8 +161,8 @@ def test_the_smallest_of_the_best_weights_of_bm25_is_chosen(root, tmp_path):
 def climbed(root: Path, tmp_path_factory: pytest.TempPathFactory) -> Ladder:
     """A ladder with trainings of three updates, and a pool in place of the 50 dev documents."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(candidates_module, "MAX_POOL", 30)
-        patch.setattr(candidates_module, "_POOL_DEPTH", 2)
+        patch.setattr(ladder_module, "MAX_POOL", 30)
+        patch.setattr(ladder_module, "_POOL_DEPTH", 2)
         folder = tmp_path_factory.mktemp("climbed")
         ladder = make_ladder(root, folder, has_bm25=False, learning_rate=0.01, max_steps=3)
         ladder.climb()
@@ -233,9 +232,9 @@ def test_documents_of_dev_are_encoded_in_the_precision_of_the_training(root, tmp
 
 
 def test_a_second_climb_reads_all_candidates(climbed, monkeypatch):
-    monkeypatch.setattr(candidates_module, "MAX_POOL", 30)
-    monkeypatch.setattr(candidates_module, "train", lambda *_: pytest.fail("trained again"))
-    monkeypatch.setattr(candidates_module, "write_linear_maps", lambda *_: pytest.fail("again"))
+    monkeypatch.setattr(ladder_module, "MAX_POOL", 30)
+    monkeypatch.setattr(ladder_module, "train", lambda *_: pytest.fail("trained again"))
+    monkeypatch.setattr(ladder_module, "write_linear_maps", lambda *_: pytest.fail("again"))
     again = Ladder(climbed.job, climbed.base, climbed.settings, climbed.documents, 0.0, 0.0)
     again.climb()
     assert again.candidates == climbed.candidates
@@ -306,7 +305,7 @@ def fake_train(monkeypatch, clock, root) -> Iterator[Callable[[dict[str, list[fl
             base.save_pretrained(str(folder / "training"))
             return Trained(num_updates, float(num_updates), [0.1] * num_updates)
 
-        monkeypatch.setattr(candidates_module, "train", train)
+        monkeypatch.setattr(ladder_module, "train", train)
         monkeypatch.setattr(DevSet, "weigh", weigh)
         monkeypatch.setattr(DevSet, "score", lambda dev, run: weigh(dev, run)["scores"])
         return calls
@@ -418,7 +417,7 @@ def test_other_rates_of_the_query_tower_that_are_not_cheap_take_what_both_towers
     """Three epochs are more than a tenth of the time."""
     calls = fake_train({"query_side": [0.3, 0.4, 0.2], "contaccum": [0.2, 0.2]})
     ladder = make_ladder(root, tmp_path, ends_at=120.0)
-    ladder._seconds_per_document = seconds_per_document
+    ladder.seconds_per_document = seconds_per_document
     ladder.climb()
     assert [method for method, *_ in calls] == methods
     rates = [rate for method, rate, _, _ in calls if method == "query_side"]
@@ -519,9 +518,7 @@ def test_bm25_alone_may_be_the_best_unless_it_is_left_out(
 
 def test_a_loser_on_test_is_not_the_model(root, tmp_path, monkeypatch):
     """Dev preferred it. The base model is saved instead, and not as two towers of itself."""
-    monkeypatch.setattr(
-        candidates_module, "choose", lambda candidates, free: [free, *candidates][-1]
-    )
+    monkeypatch.setattr(ladder_module, "choose", lambda candidates, free: [free, *candidates][-1])
     options = {"method": "query_side", "learning_rate": 1e-12, "max_steps": 2}
     record = fit(root, tmp_path, bm25=False, **options)
     assert record["candidates"][record["chosen"]]["system"] == "trained"
@@ -543,7 +540,7 @@ def test_ctrl_c_gives_a_verdict_on_the_candidates_so_far(
     def train(*_: Any) -> Trained:
         raise stop
 
-    monkeypatch.setattr(candidates_module, "train", train)
+    monkeypatch.setattr(ladder_module, "train", train)
     if is_caught:
         record = fit(root, tmp_path)
         assert "stopped: the verdict is about the candidates so far" in record["printed"]

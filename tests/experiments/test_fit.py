@@ -27,9 +27,9 @@ from contaccum.cli import main
 from contaccum.data.beir import load_beir_folder
 from contaccum.data.split import read_split
 from contaccum.errors import ConfigError, UserError
-from contaccum.experiments import candidates as candidates_module
 from contaccum.experiments import fit as fit_module
 from contaccum.experiments import folds
+from contaccum.experiments import ladder as ladder_module
 from contaccum.experiments.candidates import Candidate
 from contaccum.experiments.fit import FitResult
 from contaccum.experiments.folds import Pairs
@@ -322,7 +322,7 @@ def test_a_fit_continues_from_another_working_directory(root, tmp_path, monkeypa
         with pytest.raises(Killed):
             contaccum.fit("pairs.jsonl", output=relative_output, **options)
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr(candidates_module, "train", lambda *_: pytest.fail("trained again"))
+    monkeypatch.setattr(ladder_module, "train", lambda *_: pytest.fail("trained again"))
     options["model"] = str(root / "fresh")
     contaccum.fit(root / "pairs.jsonl", output=tmp_path / "out", **options)
     config = yaml.safe_load((tmp_path / "out" / "config.yaml").read_text())
@@ -391,7 +391,7 @@ def test_trainings_on_other_splits_have_the_settings_of_the_chosen_one(
         job=job,
         base=base,
         base_candidate=Candidate("base", 0, "base", 0.3),
-        given=None,
+        given_vectors=None,
         get_folder=lambda _: job.folder,
     )
 
@@ -443,8 +443,8 @@ def kill_in_stage(
 KILLS = (
     (fit_module, "encode_texts", True),
     (fit_module, "encode_documents", False),
-    (candidates_module, "write_linear_maps", True),
-    (candidates_module, "train", True),
+    (ladder_module, "write_linear_maps", True),
+    (ladder_module, "train", True),
     (fit_module, "climb", True),
     (fit_module, "write_model", True),
     (fit_module, "build_fit_page", False),
@@ -835,10 +835,10 @@ KILLED_FIT = """
 import os, signal, sys
 import contaccum
 from contaccum import work
-from contaccum.experiments import candidates, fit
+from contaccum.experiments import fit, ladder
 
 pairs, fresh, other, output, module, function, kill_at = sys.argv[1:]
-module = {"candidates": candidates, "fit": fit}[module]
+module = {"ladder": ladder, "fit": fit}[module]
 work = getattr(module, function)
 num_calls = 0
 
@@ -886,7 +886,7 @@ def test_two_processes_give_the_same_verdict_after_kills_in_all_stages(root, tmp
     assert len([line for line in lines if line.startswith("chosen on dev: ")]) == 1
     fit(tmp_path / "killed", "fit", "choose_base_model", 1)
     for number in (1, 2):
-        fit(tmp_path / "killed", "candidates", "train", number)
+        fit(tmp_path / "killed", "ladder", "train", number)
     assert not (tmp_path / "killed" / "result.json").exists()
     fit(tmp_path / "killed")
     whole, killed = (

@@ -15,7 +15,7 @@ from contaccum.experiments.verdict import (
     SystemResult,
     collect_scores,
     compute_verdict,
-    pool_scores,
+    join_folds,
 )
 
 NUM_PASSAGES = 12
@@ -46,7 +46,7 @@ def pooled(tmp_path_factory) -> ScoreColumns:
         test_set = load_beir_folder(write_beir(folder, documents, queries, qrels, "test"), "test")
         results = dict.fromkeys(SYSTEMS, SystemResult({}, dict.fromkeys(queries, 0.5), {}))
         folds.append(collect_scores(test_set, results, fold))
-    return pool_scores(folds)
+    return join_folds(folds)
 
 
 def test_a_passage_is_one_group_over_all_folds(pooled):
