@@ -74,6 +74,7 @@ def _parse_arguments(argv: Sequence[str]) -> argparse.Namespace:
         "Mine hard negatives for training data: passages that score high for a query and are not "
         "known to be relevant.",
         "corpus_columns",
+        "data_columns",
         "similarity",
         "query_max_length",
         *ENCODING_OPTIONS,
@@ -87,7 +88,6 @@ def _parse_arguments(argv: Sequence[str]) -> argparse.Namespace:
     add("--output", type=Path, required=True, metavar="PATH", help=output)
     corpus = "mine in these passages (formats: see contaccum encode); default: the data's own"
     add("--corpus", metavar="PATH", help=corpus)
-    parser.add_data_options()
     add("--split", default="train", help="split of a BEIR folder to mine for; default: train")
     cross_encoder = "rescore the candidates with this cross-encoder"
     add("--cross_encoder", metavar="MODEL", help=cross_encoder)

@@ -190,13 +190,8 @@ def _parse_arguments(argv: Sequence[str]) -> argparse.Namespace:
     add("--store", type=Path, required=True, metavar="FOLDER", help=store)
     questions = "questions whose best three documents are shown; without any, they are typed"
     add("questions", nargs="*", metavar="QUESTION", help=questions)
-    add(
-        "--queries",
-        type=Path,
-        metavar="PATH",
-        help="write a run for the queries of a file: jsonl, tsv (id, text), DPR's .qa.csv, or a "
-        "BEIR folder",
-    )
+    queries = "write a run for these queries: jsonl, tsv (id, text), DPR's .qa.csv, a BEIR folder"
+    add("--queries", type=Path, metavar="PATH", help=queries)
     add("--split", help="of a BEIR folder: only queries with judgements in this split")
     output = "file of the run, beside which RUN.trec.json is written; default: %(default)s"
     add("--output", type=Path, default=Path("run.trec"), metavar="RUN.trec", help=output)
@@ -211,19 +206,13 @@ def _parse_arguments(argv: Sequence[str]) -> argparse.Namespace:
     )
     index_file = "memory-map the index in this file; if there is none, build and write it"
     add("--index_file", type=Path, metavar="PATH", help=index_file)
-    add(
-        "--no_recall",
-        action="store_true",
-        help="do not measure the recall of an approximate index, which reads the whole store",
-    )
+    no_recall = "do not measure the recall of an approximate index, which reads the whole store"
+    add("--no_recall", action="store_true", help=no_recall)
     args = parser.parse(argv)
     if args.queries is not None and args.questions:
         raise ConfigError("--queries with a QUESTION: give one of them")
     if not 0.0 <= (args.bm25_weight or 0.0) <= 1.0:
         raise ConfigError(f"--bm25_weight must be between 0 and 1, not {args.bm25_weight:g}")
     if args.index_file and args.index == "Flat":
-        raise ConfigError(
-            "--index Flat searches the store itself and needs no file: "
-            "leave --index_file out, or name another --index"
-        )
+        raise ConfigError("--index_file: --index Flat has no file; leave one out")
     return args

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 from contaccum.data import CQADUPSTACK_FORUMS, PUBLIC_NAMES, BeirDataset, get_default_split
 from contaccum.data.beir import get_set_name, is_beir_folder, load_beir_folder, resolve_beir_data
 from contaccum.data.rows import OnBadRecord, RecordReport
-from contaccum.errors import ConfigError, DataError
+from contaccum.errors import ConfigError, DataError, warn_once
 from contaccum.evaluation.metrics import (
     DEFAULT_K_VALUES,
     ignored_judgements,
@@ -63,10 +63,14 @@ def load_data(
 
     Args:
         split: split of the judgements; None: the default split of the data set.
-        on_bad_record: "stop" or "skip" at a record that cannot be used.
+        on_bad_record: "stop", or "skip" records that cannot be used; a warning counts them.
     """
     split = split or get_default_split(source)
-    return load_beir_folder(resolve_beir_data(source), split, RecordReport(on_bad_record))
+    report = RecordReport(on_bad_record)
+    dataset = load_beir_folder(resolve_beir_data(source), split, report)
+    if report.reported:
+        warn_once(report.summary())
+    return dataset
 
 
 def evaluate_beir(

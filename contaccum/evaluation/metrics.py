@@ -186,7 +186,6 @@ _MAX_EXACT_GROUPS = 13  # 2^13 = 8,192 sign vectors are about as many as are dra
 _NUM_FLIPS = 10_000
 _MAX_SIGNS = 2_000_000  # signs that are in memory at once
 _TOLERANCE = 1e-12  # sums in another order differ in the last bits
-_BISECTIONS = 40
 
 
 def sign_flip_test(
@@ -353,12 +352,9 @@ def _compute_p_value(flipped: tuple[np.ndarray, np.ndarray], supposed: float) ->
 
 def _find_limit(flipped: tuple[np.ndarray, np.ndarray], inner: float, outer: float) -> float:
     """Return the limit of the interval between a difference inside of it and one outside."""
-    if _compute_p_value(flipped, outer) > ALPHA:
-        return outer
-    for _ in range(_BISECTIONS):
-        middle = (inner + outer) / 2
-        if _compute_p_value(flipped, middle) > ALPHA:
-            inner = middle
-        else:
-            outer = middle
-    return inner
+    from scipy.optimize import bisect  # slow
+
+    def compute_excess(supposed: float) -> float:
+        return _compute_p_value(flipped, supposed) - ALPHA
+
+    return outer if compute_excess(outer) > 0 else bisect(compute_excess, inner, outer)

@@ -28,7 +28,7 @@ from contaccum.data.rows import (
     read_lines,
     split_cells,
 )
-from contaccum.errors import DataError, quoted
+from contaccum.errors import DataError, quoted, warn_once
 from contaccum.evaluation import metrics
 from contaccum.files import atomic_file, provenance, read_json
 from contaccum.redaction import redact
@@ -166,6 +166,8 @@ def _encode_id(identifier: str) -> str:
 def read_trec_run(path: str | os.PathLike[str], on_bad_record: OnBadRecord = "stop") -> Run:
     """Read a run of any system, plain or gzip. As in trec_eval, scores and not ranks decide.
 
+    Under "skip", a warning counts the lines that are left out.
+
     Raises:
         DataError: the file cannot be used, or, under "stop", a line does not have six columns, its
             score is not a finite number, or it repeats a document of its query.
@@ -185,6 +187,8 @@ def read_trec_run(path: str | os.PathLike[str], on_bad_record: OnBadRecord = "st
 
     for query, document, score in parse_rows(path, read_lines(path), parse_line, report):
         run.setdefault(query, {})[document] = score
+    if report.reported:
+        warn_once(report.summary())
     return run
 
 
@@ -319,39 +323,23 @@ def read_previous(path: Path, metric: str) -> dict[str, Scores]:
     return previous
 
 
-def compare(
-    metric: str,
-    ours: Mapping[str, Scores],
-    theirs: Mapping[str, Scores],
-    groups: Mapping[str, Mapping[str, int]],
-) -> dict[str, Any]:
-    """Return the comparison of this evaluation with an earlier result, as the JSON file holds it.
+def compare(label: str, ours: Scores, theirs: Scores, groups: Mapping[str, int]) -> dict[str, Any]:
+    """Return the comparison of this evaluation of a set with an earlier one, as the file holds it.
 
-    A row has means, the result of `sign_flip_test` with Holm's correction over the sets, and the
-    numbers of wins, ties and losses; all are from the side of ``ours``.
-
-    Args:
-        ours, theirs: {label: {query id: score}} of this evaluation and of the earlier result, whose
-            sets are compared.
-        groups: {label: {query id: its group}}.
+    It has means, the result of `sign_flip_test`, and the numbers of wins, ties and losses, from the
+    side of ``ours``.
     """
-    rows = []
-    for label, their_scores in theirs.items():
-        our_scores = ours[label]
-        differences = [score - their_scores[query] for query, score in our_scores.items()]
-        row = {
-            "data": label,
-            "queries": len(our_scores),
-            "ours": fmean(our_scores.values()),
-            "earlier": fmean(their_scores.values()),
-            **metrics.sign_flip_test(our_scores, their_scores, groups[label]),
-            "wins": sum(difference > _TIE for difference in differences),
-            "ties": sum(abs(difference) <= _TIE for difference in differences),
-            "losses": sum(difference < -_TIE for difference in differences),
-        }
-        rows.append(row)
-    metrics.add_holm(rows)
-    return {"metric": metric, "rows": rows}
+    differences = [score - theirs[query] for query, score in ours.items()]
+    return {
+        "data": label,
+        "queries": len(ours),
+        "ours": fmean(ours.values()),
+        "earlier": fmean(theirs.values()),
+        **metrics.sign_flip_test(ours, theirs, groups),
+        "wins": sum(difference > _TIE for difference in differences),
+        "ties": sum(abs(difference) <= _TIE for difference in differences),
+        "losses": sum(difference < -_TIE for difference in differences),
+    }
 
 
 def check_requirement(
@@ -382,13 +370,13 @@ def check_requirement(
     return is_met, f"{title}: {difference}" + ("" if has_changed else "; no score has changed")
 
 
-def comparison_table(comparison: Mapping[str, Any]) -> str:
-    """Return the Markdown table of a comparison that `compare` made, with notes."""
+def comparison_table(rows: Sequence[Row]) -> str:
+    """Return the Markdown table of what `compare` and `add_holm` have found, with notes."""
     names = ["data", "queries", "groups", "ours", "earlier"]
     counts = ["wins", "ties", "losses"]
     cells = []
     notes = []
-    for row in comparison["rows"]:
+    for row in rows:
         cells.append([row[name] for name in names])
         cells[-1] += [f"{row['difference']:+.4f}", metrics.describe_interval(row, 4)]
         for p_value in (row["p_value"], row["p_holm"]):

@@ -143,6 +143,7 @@ def test_a_result_is_compared_with_an_earlier_one(evaluate, two, tmp_path, basel
     assert comparison["metric"] == "MRR@10"
     assert comparison["rows"][0]["ours"] == pytest.approx(current)
     assert comparison["rows"][0]["earlier"] == pytest.approx(previous)
+    assert comparison["rows"][0]["p_holm"] == comparison["rows"][0]["p_value"]
     assert current != previous
     assert "## MRR@10 against" in (tmp_path / "old.one.md").read_text()
 
@@ -202,6 +203,21 @@ def test_require_decides_the_exit_code_by_a_test_on_every_set(evaluate, tmp_path
     assert f": nDCG@10 1.000 -> {mean:.3f} on 12 queries of two ({mean - 1:+.3f}, 95% " in lines[1]
     better = ["--baseline", str(tmp_path / "mixed-out.one.json"), "--require", "better"]
     assert evaluate("--data", sets[0], *better) == 0
+
+
+def test_records_that_are_left_out_of_data_and_of_a_run_are_counted(
+    evaluate, two, tmp_path, caplog
+):
+    with Path(two[0], "corpus.jsonl").open("a") as file:
+        file.write('{"_id": "new"}\n')
+    run = tmp_path / "run.trec"
+    run.write_text("q0 Q0 cat-tree 1 0.5 x\nq0 Q0 dog-tree\n")
+    options = ["--run", str(run), "--data", two[0], "--on_bad_record", "skip"]
+    assert evaluate(*options) == 0
+    messages = [message for message in caplog.messages if "1 left out" in message]
+    assert len(messages) == 2
+    assert f"1 missing text; first: {two[0]}/corpus.jsonl:25" in messages[0]
+    assert f"first: {run}:2" in messages[1]
 
 
 def test_a_run_has_the_scores_of_the_model_that_made_it(evaluate, two, tmp_path):
