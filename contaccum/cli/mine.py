@@ -27,15 +27,16 @@ def run(argv: Sequence[str]) -> int:
         if name is not None:
             require_model(name)
     defaults = {"split": args.split, "columns": args.data_columns}
-    # A list with one set, because --data names a single set.
     [source] = parse_training_sets([args.data], defaults).values()
-    settings: dict[str, Any] = {"on_bad_record": args.on_bad_record, **source}
-    settings["corpus_columns"] = args.corpus_columns
-    data = mining.load_mining_data(settings.pop("path"), args.corpus, **settings)
+    data = mining.load_mining_data(
+        source.pop("path"),
+        args.corpus,
+        on_bad_record=args.on_bad_record,
+        corpus_columns=args.corpus_columns,
+        **source,
+    )
     print_at_once(data.record["records"])
-    model = None
-    if args.model is not None:
-        model = load_model(args.model, args)
+    model = None if args.model is None else load_model(args.model, args)
     cross_encoder = None
     if args.cross_encoder is not None:
         cross_encoder = mining.load_cross_encoder(

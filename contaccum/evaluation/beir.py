@@ -89,10 +89,7 @@ def evaluate_beir(
         model_name: name of the model in the record.
         embeddings: see `FaissSearcher`.
         settings: index, index_parameters, batch_size and precision of `FaissSearcher`; similarity,
-            "cos" or "dot" (the model's own, or cosine, if there is none).
-
-    Raises:
-        ConfigError: a setting is out of range, or does not fit the model or the data.
+            "cos" or "dot" (None: see `get_similarity`). Wrong ones raise `ConfigError`.
     """
     from contaccum.retrieval.search import FaissSearcher
 
@@ -195,18 +192,11 @@ def score_beir_run(
 
 
 def evaluation_sets(data: Sequence[str]) -> dict[str, str]:
-    """Return the data sets that the values of ``--data`` stand for.
+    """Return {label: folder or public name, for `load_data`} of the values of ``--data``.
 
-    Args:
-        data: folders and public names. "beir" stands for all public sets; "cqadupstack", or a
-            folder with its twelve parts, stands for these parts.
-
-    Returns:
-        {label: folder or public name, for `load_data`}. A label is the name of the set or of its
-        folder; of several with the same name, labels of folders are such as "scifact/dev".
-
-    Raises:
-        ConfigError: a set is named twice.
+    "beir" stands for all public sets; "cqadupstack", or a folder with its twelve parts, for these
+    parts. A label is the name of the set or of its folder; of several with the same name, labels of
+    folders are such as "scifact/dev". A set that is named twice raises `ConfigError`.
     """
     named_sources: list[tuple[str, str]] = []  # (label, folder or public name)
     for item in data:
@@ -214,10 +204,11 @@ def evaluation_sets(data: Sequence[str]) -> dict[str, str]:
         is_all_of_beir = item == "beir" and not is_beir_folder(item)
         for name in PUBLIC_NAMES if is_all_of_beir else [item]:
             folder = os.path.expanduser(name)
-            parts = {f"cqadupstack/{forum}": forum for forum in CQADUPSTACK_FORUMS}
-            part_folders = {label: os.path.join(folder, forum) for label, forum in parts.items()}
-            if all(map(is_beir_folder, part_folders.values())):
-                named_sources.extend(part_folders.items())
+            parts = {
+                f"cqadupstack/{forum}": os.path.join(folder, forum) for forum in CQADUPSTACK_FORUMS
+            }
+            if all(map(is_beir_folder, parts.values())):
+                named_sources.extend(parts.items())
             elif name == "cqadupstack":
                 named_sources.extend((label, label) for label in parts)
             else:

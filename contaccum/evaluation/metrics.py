@@ -54,15 +54,12 @@ def score_run(
     too. Judged queries that are missing in the run count as zero (pytrec_eval alone skips them).
 
     Args:
-        qrels: relevance judgements, {query id: {document id: grade}}.
+        qrels: relevance judgements, {query id: {document id: grade}}; none raise `DataError`.
         run: {query id: {document id: score}}.
         k_values: cut-offs, from 1 on.
 
     Returns:
         {metric: mean over the judged queries}, and {query id: {metric: value}}.
-
-    Raises:
-        DataError: there are no judgements.
     """
     import pytrec_eval
 
@@ -138,11 +135,8 @@ def check_metrics(names: Sequence[str] | None) -> tuple[str, ...]:
     Raises `ConfigError` for a metric that does not exist.
     """
     written = {family.lower(): family for family in _METRIC_FAMILIES}
-    checked = []
-    for name in names or MAIN_METRICS:
-        family, _, k = check_metric(name).partition("@")
-        checked.append(f"{written[family]}@{k}")
-    return tuple(dict.fromkeys(checked))
+    checked = [check_metric(name).partition("@") for name in names or MAIN_METRICS]
+    return tuple(dict.fromkeys(f"{written[family]}@{k}" for family, _, k in checked))
 
 
 def get_k_values(names: Iterable[str]) -> tuple[int, ...]:

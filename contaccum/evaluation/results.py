@@ -166,11 +166,8 @@ def _encode_id(identifier: str) -> str:
 def read_trec_run(path: str | os.PathLike[str], on_bad_record: OnBadRecord = "stop") -> Run:
     """Read a run of any system, plain or gzip. As in trec_eval, scores and not ranks decide.
 
-    Under "skip", a warning counts the lines that are left out.
-
-    Raises:
-        DataError: the file cannot be used, or, under "stop", a line does not have six columns, its
-            score is not a finite number, or it repeats a document of its query.
+    Under "skip", a warning counts the lines that are left out. Under "stop", `DataError` is raised
+    for a line without six columns, a score that is no finite number, and a repeated document.
     """
     report = RecordReport(on_bad_record)
     run: Run = {}
@@ -235,12 +232,8 @@ def make_table(
 ) -> dict[str, Any]:
     """Return the table of several sets, as the JSON file holds it.
 
-    If all twelve parts of CQADupStack are there, one row is their mean.
-
-    Args:
-        files: {label of a set: file of its record}.
-        records: {label of a set: its record}, of one model and the same settings.
-        shown: metrics that `sets_table` shows.
+    ``files`` and ``records`` have the label of each set as key, and the same model and settings;
+    ``shown`` are the metrics for `sets_table`. All twelve parts of CQADupStack become one row.
     """
     rows: list[Row] = []
     parts: list[Row] = []
@@ -295,14 +288,10 @@ def _mean_metrics(rows: Sequence[Row]) -> dict[str, float]:
 
 
 def read_previous(path: Path, metric: str) -> dict[str, Scores]:
-    """Return {fingerprint of a data set: {query id: score}} of an earlier result.
+    """Return {fingerprint of a data set: {query id: score by a metric}} of an earlier result.
 
-    Args:
-        path: a record, or a table of several sets, whose records lie beside it.
-        metric: name of the metric to read.
-
-    Raises:
-        DataError: the file is not a result, or lacks the metric.
+    It is a record, or a table of several sets, whose records lie beside it. A file that is no
+    result, or lacks the metric, raises `DataError`.
     """
     content = read_json(path)
     files = [path]
@@ -347,8 +336,8 @@ def check_requirement(
 ) -> tuple[bool, str]:
     """Return whether a row of `compare` meets a requirement, and a line about it.
 
-    If too few groups have changed to tell (see `judge`), neither requirement is met. But a result
-    that is equal on every query is not worse.
+    If too few groups have changed to tell (see `judge`), neither is met. But a result that is equal
+    on every query is not worse.
     """
     word = metrics.judge(row)
     has_changed = row["wins"] + row["losses"] > 0

@@ -85,18 +85,13 @@ def load_vectors(
 ) -> tuple[DualEncoder, StoreDocuments, Pairs]:
     """Read the user's vectors and match the pairs with them, unless an earlier start has done so.
 
-    Each query and passage of the pairs is an id of the vectors, or a text. Everything is written to
-    a folder of the job, at once when it is complete.
-
-    Args:
-        sides: ("documents",) if a new model encodes the queries, which then are texts.
+    Each query and passage of the pairs is an id of the vectors, or a text; others, and vectors that
+    cannot be used, raise `DataError`. Everything is written to a folder of the job, at once when it
+    is complete. ``sides`` are ("documents",) if a new model encodes the queries.
 
     Returns:
         The model that looks the vectors up; the vectors of the documents; and the pairs with the
         texts of the rows, whose corpus is the documents.
-
-    Raises:
-        DataError: for vectors that cannot be used, and pairs without vectors.
     """
     tables = {side: VectorTable() for side in SIDES}
     routes: list[list[Any]] = [[tables[side]] for side in SIDES]
@@ -172,13 +167,9 @@ def _write_side(
 ) -> tuple[dict[str, str], list[str], bool]:
     """Write the store of a side, which has the name of its folder.
 
-    Args:
-        texts: by id, for rows that have no text in their file.
-        keeps_texts: True: a row with a blank text keeps it.
-
-    Returns:
-        {id or text of a row: its text in the store}; the rows as lines of a corpus; and False if
-        they have only ids.
+    ``texts``, by id, are for rows that have none in their file; a row without any gets one, unless
+    ``keeps_texts``. Returned are {id or text of a row: its text in the store}; the rows as lines of
+    a corpus; and False if they have only ids.
     """
     arrays: list[np.ndarray] = []  # vectors that are read, but not yet written
     by_id: dict[str, str] = {}

@@ -26,7 +26,7 @@ from contaccum.distributed import world_size
 from contaccum.encoders.settings import Kind
 from contaccum.errors import ConfigError, DataError
 from contaccum.files import AnyPath, atomic_file, read_json, write_json
-from contaccum.retrieval.encode import Similarity, encode_texts, get_similarity
+from contaccum.retrieval.encode import encode_texts, get_similarity
 from contaccum.retrieval.exact_search import (
     DeviceEmbeddings,
     Embeddings,
@@ -35,7 +35,7 @@ from contaccum.retrieval.exact_search import (
     search_on_devices,
     search_slices,
 )
-from contaccum.retrieval.store import EmbeddingStore
+from contaccum.retrieval.store import EmbeddingStore, Similarity
 
 if TYPE_CHECKING:
     import faiss
@@ -97,20 +97,14 @@ class FaissSearcher:
             kwargs: further keywords of BEIR; they are ignored.
 
         Returns:
-            {query id: {document id: score}}, best documents first.
-
-        Raises:
-            ConfigError: the score function is unknown, or the index cannot be built.
+            {query id: {document id: score}}, best documents first. An unknown score function, or an
+            index that cannot be built, raises `ConfigError`.
         """
         metric = get_similarity(self.model, score_function)
         query_embeddings = self._encode("query", list(queries.values()))
         assert isinstance(query_embeddings, np.ndarray)  # only documents may be those of a store
-        # Before the documents are encoded, which may take hours.
-        check_factory(self.index, query_embeddings.shape[1], len(corpus), self.index_parameters)
-        document_embeddings = self._encode("document", get_passage_texts(corpus))
-        index = build_index(
-            document_embeddings, self.index, metric, list(corpus), self.index_parameters
-        )
+        documents = self._encode("document", get_passage_texts(corpus))
+        index = build_index(documents, self.index, metric, list(corpus), self.index_parameters)
         # One more than top_k, because the document with the query's id is dropped.
         scores, rows = search(index, query_embeddings, top_k + 1, self.show_progress_bar)
         self.search_details = {"gpus": len(index.gpus)}
@@ -168,10 +162,10 @@ def build_index(
 
     Args:
         embeddings: an array (N, d), or a store. "Flat" copies nothing: the array must not change.
-        factory: FAISS factory string. "Flat" is exact and runs on the GPUs of `find_gpus`, else
-            on the CPU. "HNSW32", "IVF1024,Flat", "SQ8", "OPQ16_64,IVF256,PQ16" and others trade
-            exactness for speed or memory. With faiss-gpu, inverted files with flat vectors, PQ or
-            SQ are built on the first GPU and searched on all of them; others run on the CPU.
+        factory: FAISS factory string. "Flat" is exact, and uses the GPUs of `find_gpus`. Others,
+            such as "HNSW32" or "OPQ16_64,IVF256,PQ16", trade exactness for speed or memory. With
+            faiss-gpu, inverted files with flat vectors, PQ or SQ are built on the first GPU and
+            searched on all of them; others run on the CPU.
         metric: "cos" or "dot"; None: the similarity of the store, "cos" for an array.
         ids: N document ids; None: those of the store, or the row numbers of an array.
         parameters: FAISS search parameters, such as "nprobe=32" or "efSearch=128". Unless they have
@@ -184,7 +178,8 @@ def build_index(
     import faiss
 
     num_rows, dimension = embeddings.shape
-    metric = metric or getattr(embeddings, "similarity", None) or "cos"
+    if metric is None:
+        metric = embeddings.similarity if isinstance(embeddings, EmbeddingStore) else "cos"
     index, parameters = check_factory(factory, dimension, num_rows, parameters)
     get_ids: GetIds = np.asarray  # row numbers
     if ids is not None:
@@ -275,14 +270,12 @@ def open_index(
 
     FAISS does not check what it reads: never open a file from an untrusted source. PATH.json beside
     it records store, factory and metric. For the arguments see `build_index`; "Flat" has no file.
-
-    Raises:
-        DataError: the file belongs to another store, factory or metric, or FAISS cannot read it.
+    A file of another store, factory or metric, or a broken one, raises `DataError`.
     """
     import faiss
 
     path = Path(path)
-    metric = metric or ("dot" if store.similarity == "dot" else "cos")
+    metric = metric or store.similarity
     description_path = Path(f"{path}.json")
     description = {"fingerprint": store.fingerprint, "factory": factory, "metric": metric}
     if not path.exists():
@@ -297,8 +290,7 @@ def open_index(
             writer = faiss.PyCallbackIOWriter(file.write)  # type: ignore[attr-defined]  # in C++
             faiss.write_index(faiss_index, writer)
     stored = read_json(description_path)
-    stored_description = {name: stored.get(name) for name in description}
-    changes = work.list_changes(stored_description, description)
+    changes = work.list_changes({name: stored.get(name) for name in description}, description)
     if changes:
         raise DataError(f"{path}: is an index of another {', '.join(changes)} ({_REMEDY_FOR_FILE})")
     try:
@@ -405,13 +397,9 @@ def recall_against_exact(
 ) -> dict[str, float] | None:
     """Return the share of the exact results that an approximate index found; None if it is exact.
 
-    Args:
-        queries: float32 (n, d). At most 100 of them, evenly spread, are searched for again,
-            exactly, which reads the whole corpus.
-        rows: (n, k), the rows that `search` returned for them.
-
-    Returns:
-        {"queries": number of compared queries, "recall@k": share}.
+    At most 100 of the queries, float32 (n, d), are searched for again, which reads the whole
+    corpus; ``rows`` (n, k) are what `search` has returned for them. The result is
+    {"queries": number of compared queries, "recall@k": share}.
     """
     if index.faiss_index is None or len(queries) == 0:
         return None
@@ -419,9 +407,8 @@ def recall_against_exact(
     sample = np.unique(np.linspace(0, len(queries) - 1, 100).astype(np.int64))
     exact_index = build_index(index.corpus, metric=index.metric)
     _, exact_rows = search(exact_index, queries[sample], k, show_progress)
-    recalls = []
-    for exact_line, line in zip(exact_rows, rows[sample], strict=True):
-        recalls.append(np.isin(exact_line, line).mean())
+    pairs = zip(exact_rows, rows[sample], strict=True)
+    recalls = [np.isin(exact_line, line).mean() for exact_line, line in pairs]
     return {"queries": len(sample), f"recall@{k}": float(np.mean(recalls))}
 
 
@@ -459,10 +446,8 @@ def _set_parameters(index: faiss.Index, factory: str, parameters: str | None) ->
     import faiss
 
     num_lists = _count_inverted_lists(index)
-    default = None
-    if num_lists > 0:
-        # FAISS's default, one list, finds few of the best documents.
-        default = f"nprobe={math.ceil(num_lists / 8)}"
+    # FAISS's default, one list, finds few of the best documents.
+    default = f"nprobe={math.ceil(num_lists / 8)}" if num_lists > 0 else None
     space: Any = faiss.ParameterSpace()  # FAISS's type stub has only one of the two overloads
     try:
         for values in filter(None, (default, parameters)):

@@ -22,7 +22,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from functools import cache
 from itertools import islice
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal
 
 import numpy as np
 
@@ -34,6 +34,8 @@ from contaccum.errors import DataError
 if TYPE_CHECKING:
     import pyarrow as pa
 
+
+Similarity = Literal["cos", "dot"]
 
 STORE = "a store of embeddings, format 4"
 """The kind of work; see `contaccum.work`."""
@@ -64,15 +66,15 @@ class EmbeddingStore:
         metadata: its identity and its result.
         shape: (N, d).
         dtype: type of the embeddings on disk, one of `STORED`.
-        similarity: "cos" or "dot", the similarity function of the model.
-        shard_size: number of rows in a shard; the last shard may have fewer.
+        similarity: "cos" or "dot", that of the model.
+        shard_size: number of rows in a shard; the last one may have fewer.
         get_embeddings: function that maps the embeddings (n, d) of the shard of a number.
     """
 
     def __init__(self, folder: Path, metadata: dict[str, Any]) -> None:
         self.folder = folder
         self.metadata = metadata
-        self.similarity: str = metadata.get("similarity", "")
+        self.similarity: Similarity = metadata.get("similarity", "cos")
         self.shape: tuple[int, int] = (metadata["rows"], metadata["dimension"])
         self.dtype: str = metadata["dtype"]
         self.shard_size: int = metadata["shard_size"]
@@ -231,14 +233,12 @@ class StoreWriter:
     """Writer of a store, shard by shard. Several processes may write shards of the same folder.
 
     Args:
-        folder: a new folder, or that of a store of the same identity, which is continued.
+        folder: a new folder, or that of a store of the same identity, which is continued; other
+            work or files there raise `UserError`.
         identity: see `contaccum.retrieval.encode.encoding_identity`.
         notes: further entries for the result.
         overwrite: remove a store that is in the folder.
         has_passages: True: the store holds titles and texts.
-
-    Raises:
-        UserError: the folder holds other work or files, or it cannot be written to.
     """
 
     def __init__(
@@ -368,10 +368,7 @@ def write_parquet(store: EmbeddingStore, show_progress: bool = False) -> Path:
     Each shard becomes a file, with the columns ``id``, ``title`` and ``text`` (strings) and
     ``embedding`` (fixed_size_list<float32 or float16, d>, the values of the store). Memory holds
     one shard. Nothing is done if the folder exists: it appears when all files are complete.
-
-    Raises:
-        DataError: the store holds no texts.
-        UserError: the disk is full or cannot be written to.
+    `UserError`: the store holds no texts, or the disk is full or cannot be written to.
     """
     import pyarrow as pa
     import pyarrow.parquet as pq

