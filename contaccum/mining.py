@@ -17,7 +17,6 @@ import json
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import asdict, dataclass, field
-from functools import partial
 from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
@@ -335,13 +334,10 @@ def mine_hard_negatives(
 
         metric = get_similarity(model, similarity)
         settings |= {"similarity": metric, "precision": precision}
-        encode = partial(
-            encode_texts,
-            model,
-            batch_size=batch_size,
-            precision=precision,
-            show_progress=show_progress,
-        )
+
+        def encode(texts: list[str], kind: Any) -> np.ndarray:
+            return encode_texts(model, texts, kind, batch_size, precision, show_progress)
+
         rankings = _rank_by_model(data, depth, metric, encode)
 
     mined = MinedNegatives(data, settings)

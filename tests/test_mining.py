@@ -402,26 +402,13 @@ KEPT = [["a cat barks", "the cat swims"], ["the dog flies"], [], []]
 CORPUS = ["the cat swims", "a cat barks", "the dog flies", "two dogs", "the dog runs", "one cat"]
 
 
-def write_own_negatives(folder: Path, layout: str) -> Path:
-    """Write OWN as records with lists of negatives, or a table with a row for each negative."""
+@pytest.mark.parametrize("method", ["dense", "bm25"])
+def test_negatives_of_the_data_come_first_and_are_not_mined_again(model, tmp_path, method):
     records = [dict(zip(("query", "positive", "negatives"), row, strict=True)) for row in OWN]
-    if layout == "jsonl":
-        return write_lines(folder / "pairs.jsonl", records)
-    rows = []
-    for record in records:
-        for negative in record["negatives"] or [None]:
-            rows.append({**record, "negatives": negative})
-    Dataset.from_list(rows).to_csv(folder / "pairs.csv")
-    return folder / "pairs.csv"
-
-
-@pytest.mark.parametrize(
-    ("layout", "method"), [("jsonl", "dense"), ("jsonl", "bm25"), ("csv", "dense")]
-)
-def test_negatives_of_the_data_come_first_and_are_not_mined_again(model, tmp_path, layout, method):
+    source = write_lines(tmp_path / "pairs.jsonl", records)
     documents = [{"_id": str(number), "text": text} for number, text in enumerate(CORPUS)]
     corpus = write_lines(tmp_path / "corpus.jsonl", documents)
-    data = load_mining_data(write_own_negatives(tmp_path, layout), corpus)
+    data = load_mining_data(source, corpus)
     mined = mine(model if method == "dense" else None, data, num_negatives=6)
     lines = read_lines(write_mined(mined, tmp_path / "mined.jsonl")[0])
     assert [(line["query"], line["positive"]) for line in lines] == [row[:2] for row in OWN]

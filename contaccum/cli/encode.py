@@ -104,7 +104,9 @@ def _parse_arguments(argv: Sequence[str]) -> argparse.Namespace:
     add("--corpus", type=Path, required=True, metavar="PATH", help=documents)
     add("--output", type=Path, required=True, metavar="FOLDER", help="folder of the store")
     add("--dtype", choices=STORED, default="float32", help="type in the store; default: float32")
-    parquet = "parquet: also write FOLDER/parquet, with all columns; default: %(default)s"
+    parquet = (
+        "parquet: also write ids, texts and embeddings to FOLDER/parquet; default: %(default)s"
+    )
     add("--format", choices=("store", "parquet"), default="store", help=parquet)
     words = "also write a BM25 index to FOLDER/bm25, for contaccum search"
     add("--bm25", action="store_true", help=words)

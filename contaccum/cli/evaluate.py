@@ -1,12 +1,7 @@
 """`contaccum evaluate MODEL --data SET ...`: score a model or a run on retrieval data sets.
 
-A record is a JSON file with metrics, model, data and settings. With ``--output out.json``, these
-files are written:
-
-- for one data set its record, out.json, and its run, out.trec;
-- for several data sets out.NAME.json and out.NAME.trec each, and in out.json a table of all sets;
-- the table as Markdown, out.md;
-- with ``--baseline``, the comparison with an earlier result, out.compare.json.
+docs/evaluation.md describes the files: out.json, the record of a set or the table of several, which
+have records of their own; runs; tables; and the comparison with a baseline.
 """
 
 from __future__ import annotations

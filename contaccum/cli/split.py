@@ -63,8 +63,7 @@ def _parse_arguments(argv: Sequence[str]) -> argparse.Namespace:
     add("output", type=Path, metavar="DIR", help=output)
     add("--corpus", metavar="PATH", help="documents; dev and test are searched in all of them")
     parser.add_held_out_options()
-    least = "least number of documents of each of dev and test, unless --corpus or the data set "
-    least += "has documents of its own; default: %(default)s"
+    least = "least number of documents of dev and of test, without a corpus; default: %(default)s"
     add("--documents", type=int, default=defaults.documents, metavar="N", help=least)
     seed = "random seed of the split; default: %(default)s"
     add("--seed", type=int, default=defaults.seed, help=seed)

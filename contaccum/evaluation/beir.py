@@ -5,10 +5,9 @@ Wrong settings are refused before the first text of a data set is encoded.
 
 from __future__ import annotations
 
-import logging
 import os
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -31,9 +30,6 @@ if TYPE_CHECKING:
     from sentence_transformers import SentenceTransformer
 
     from contaccum.encoders.settings import Kind
-
-
-logger = logging.getLogger(__name__)
 
 
 def describe_data(dataset: BeirDataset) -> dict[str, Any]:
@@ -145,7 +141,6 @@ def evaluate_once(
     k_values: Sequence[int],
     model_name: str,
     show_progress: bool = True,
-    print_line: Callable[[str], None] = print,
     **settings: Any,
 ) -> dict[str, Any]:
     """Return the record in a file, or evaluate by `evaluate_beir` and write it.
@@ -156,7 +151,7 @@ def evaluate_once(
         record = read_result(file)
         plan = _plan(model, dataset, k_values, model_name, **settings)
         if record.get("identity") == plan["identity"]:
-            print_line(f"kept: {file} (same model, data and settings)")
+            print(f"kept: {file} (same model, data and settings)")
             return record
     result = evaluate_beir(model, dataset, k_values, model_name, show_progress, **settings)
     return write_result(result, file)
@@ -169,7 +164,6 @@ def score_beir_run(
 
     Raises `DataError` for a run that has results for none of the judged queries.
     """
-    max_k = max(k_values)
     judged_run = {query: dict(run[query]) for query in dataset.qrels if query in run}
     if not judged_run:
         raise DataError(
@@ -177,17 +171,11 @@ def score_beir_run(
             "and the data have the same query ids)"
         )
     warn_of_ignored_judgements(dataset.qrels, dataset.name)
-    most_hits = max(map(len, judged_run.values()))
-    if most_hits < min(max_k, len(dataset.corpus)):
-        logger.warning(
-            f"{name}: has at most {most_hits} results for a query of {dataset.name}: metrics at "
-            "larger cut-offs count all other documents as not found"
-        )
     metrics, per_query = score_run(dataset.qrels, judged_run, k_values)
     data = describe_data(dataset)
     data["queries_without_results"] = len(dataset.qrels) - len(judged_run)
     return EvaluationResult(
-        metrics, per_query, judged_run, data, model={"name": name}, search={"k": max_k}
+        metrics, per_query, judged_run, data, model={"name": name}, search={"k": max(k_values)}
     )
 
 

@@ -54,7 +54,7 @@ def score_run(
     too. Judged queries that are missing in the run count as zero (pytrec_eval alone skips them).
 
     Args:
-        qrels: relevance judgements, {query id: {document id: grade}}; none raise `DataError`.
+        qrels: relevance judgements, {query id: {document id: grade}}, at least one.
         run: {query id: {document id: score}}.
         k_values: cut-offs, from 1 on.
 
@@ -72,11 +72,6 @@ def score_run(
         judgements[query_id] = {document: int(grade) for document, grade in grades.items()}
         trec_run[query_id] = {document: float(score) for document, score in hits.items()}
         trec_run[query_id].pop(query_id, None)
-    if not judgements:
-        raise DataError(
-            "the relevance judgements (qrels) are empty, so there is nothing to score a run "
-            "against (name a split that has judgements)"
-        )
     cut_offs = ",".join(map(str, k_values))
     measures = {f"{measure}.{cut_offs}" for measure in _TREC_MEASURES.values()}
     measures.add("recip_rank")

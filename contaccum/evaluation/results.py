@@ -342,21 +342,19 @@ def check_requirement(
     word = metrics.judge(row)
     has_changed = row["wins"] + row["losses"] > 0
     if has_changed and row["changed_groups"] < metrics.MIN_CHANGED_GROUPS:
-        is_met = False
         title = "CANNOT TELL"
     elif requirement == "better":
-        is_met = word == metrics.BETTER
-        title = "BETTER" if is_met else "NOT BETTER"
+        title = "BETTER" if word == metrics.BETTER else "NOT BETTER"
     else:
-        is_met = word != metrics.WORSE
-        title = "NOT WORSE" if is_met else "WORSE"
+        title = "WORSE" if word == metrics.WORSE else "NOT WORSE"
     queries = f"{row['queries']:,} queries"
     if row["groups"] < row["queries"]:
         queries += f" of {row['groups']:,} passages"
     difference = metrics.describe_difference(
         metric, row["earlier"], row["ours"], f"{queries} of {row['data']}", row
     )
-    return is_met, f"{title}: {difference}" + ("" if has_changed else "; no score has changed")
+    line = f"{title}: {difference}" + ("" if has_changed else "; no score has changed")
+    return title in ("BETTER", "NOT WORSE"), line
 
 
 def comparison_table(rows: Sequence[Row]) -> str:

@@ -260,20 +260,23 @@ def _copy_to_gpus(index: faiss.Index, gpus: Sequence[torch.device]) -> faiss.Ind
 
 
 def open_index(
-    path: AnyPath,
+    path: AnyPath | None,
     store: EmbeddingStore,
     factory: str,
     metric: Similarity | None = None,
     parameters: str | None = None,
 ) -> DenseIndex:
-    """Open the index of a store from a file, memory-mapped; without a file, build and write it.
+    """Open the index of a store from a file, memory-mapped; if there is none, build and write it.
 
-    FAISS does not check what it reads: never open a file from an untrusted source. PATH.json beside
-    it records store, factory and metric. For the arguments see `build_index`; "Flat" has no file.
-    A file of another store, factory or metric, or a broken one, raises `DataError`.
+    Without a path, the index is only built. FAISS does not check what it reads: never open a
+    file from an untrusted source. PATH.json beside it records store, factory and metric; a file of
+    others, or a broken one, raises `DataError`. "Flat" has no file. For the arguments see
+    `build_index`.
     """
     import faiss
 
+    if path is None:
+        return build_index(store, factory, metric, parameters=parameters)
     path = Path(path)
     metric = metric or store.similarity
     description_path = Path(f"{path}.json")
@@ -313,23 +316,14 @@ def search(
         Scores, float32 (n, min(k, N)), and rows, int64 (n, min(k, N)), of each query's documents:
         by score, and for equal scores by id, both descending. (If more than 32 documents have the
         score of position k, any of these may be left out.) An approximate index may find fewer
-        documents; then the last entries are row -1 with score -inf.
-
-    Raises:
-        DataError: queries and documents have different dimensions.
-        UserError: a vector holds NaN or infinity.
+        documents; then the last entries are row -1 with score -inf. A vector with NaN or infinity
+        raises `UserError`.
     """
-    num_documents, dimension = index.corpus.shape
-    if queries.shape[1] != dimension:
-        raise DataError(
-            f"queries have {queries.shape[1]} dimensions, and documents {dimension}: encode both "
-            "with the same model and settings, such as truncate_dim"
-        )
+    num_documents = len(index.corpus)
     k = min(k, num_documents)
     queries = prepare_vectors(queries, index.metric, "query embedding")
-    num_results = k
-    if index.faiss_index is None:
-        num_results = min(k + _NUM_EXTRA_RESULTS, num_documents)
+    is_exact = index.faiss_index is None
+    num_results = min(k + _NUM_EXTRA_RESULTS, num_documents) if is_exact else k
     found = None
     if index.gpus and len(queries) > 0:
         try:

@@ -236,7 +236,7 @@ class StoreWriter:
         folder: a new folder, or that of a store of the same identity, which is continued; other
             work or files there raise `UserError`.
         identity: see `contaccum.retrieval.encode.encoding_identity`.
-        notes: further entries for the result.
+        notes: further entries for the result; the attribute may be changed until the end.
         overwrite: remove a store that is in the folder.
         has_passages: True: the store holds titles and texts.
     """
@@ -260,7 +260,7 @@ class StoreWriter:
             work.write_identity(self.folder, identity)
         work.require_same_work(self.folder, identity, _REPLACE_REMEDY)
         self.identity = identity
-        self.notes = notes or {}
+        self.notes = dict(notes or {})
         self.has_passages = has_passages
 
     def fill(
@@ -275,12 +275,13 @@ class StoreWriter:
         Memory holds the texts and embeddings of one shard.
 
         Args:
-            passages: (id, title, text) of each passage of the corpus; ids are distinct.
+            passages: (id, title, text) of each passage of the corpus, at least one; ids are
+                distinct.
             encode: function that returns the embeddings of n texts, float32 (n, d).
             rank, world_size: this process encodes every ``world_size``-th shard, from ``rank`` on.
 
         Raises:
-            DataError: the store has shards of another corpus, or there is no passage.
+            DataError: the store has shards of another corpus.
             UserError: the disk is full or cannot be written to.
         """
         remaining = iter(passages)
@@ -299,11 +300,6 @@ class StoreWriter:
             if is_missing and number % world_size == rank:
                 self._write_shard(number, shard_passages, encode, corpus.hex())
             num_rows += len(shard_passages)
-        if num_rows == 0:
-            raise DataError(
-                f"{self.folder}: nothing to encode: the corpus has no usable passage (correct the "
-                "corpus file)"
-            )
         shards = []
         for number, fingerprint in enumerate(fingerprints):
             shard = self._read_shard(number, fingerprint)

@@ -4,7 +4,7 @@ import json
 import subprocess
 import sys
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any
 
 import numpy as np
 import pytest
@@ -42,26 +42,16 @@ print(json.dumps(ends))
 """
 
 
-class End(NamedTuple):
-    """The end of a command.
+def run_commands(commands: list[str], folder: Path, without_torch: bool = False) -> list[Any]:
+    """Run commands one after the other in a new process, until one has imported a slow module.
 
-    Attributes:
-        code: the exit code; or the name of a module that could not be imported.
-        imported: the slow modules that were imported.
+    Return for each the exit code, or the name of a module that could not be imported; the slow
+    modules that were imported; and what was printed to stdout and to stderr.
     """
-
-    code: int | str
-    imported: list[str]
-    out: str
-    err: str
-
-
-def run_commands(commands: list[str], folder: Path, without_torch: bool = False) -> list[End]:
-    """Run commands one after the other in a new process, until one has imported a slow module."""
     argv = [sys.executable, "-c", RUN_COMMANDS]
     argv.append(json.dumps([[command.split() for command in commands], without_torch]))
     done = subprocess.run(argv, check=True, capture_output=True, text=True, cwd=folder)
-    return [End(*end) for end in json.loads(done.stdout)]
+    return json.loads(done.stdout)
 
 
 @pytest.fixture(scope="module")
@@ -88,7 +78,7 @@ def test_help_and_work_without_a_model_import_nothing_slow(folder):
         "evaluate --run run.trec --data beir --output scores.json",
     ]
     for command, end in zip(commands, run_commands(commands, folder), strict=True):
-        assert (end.code, end.imported) == (0, []), (command, end.err)
+        assert end[:2] == [0, []], (command, end)
 
 
 REFUSED = {
@@ -165,10 +155,10 @@ REFUSED = {
 def test_files_and_options_are_refused_before_anything_slow_is_imported(folder):
     files = sorted(folder.rglob("*"))
     ends = run_commands(list(REFUSED), folder)
-    for (command, word), end in zip(REFUSED.items(), ends, strict=True):
-        assert (end.code, end.imported) == (2, []), (command, end.err)
-        assert word in end.err and end.err.count("\n") == 1, (command, end.err)
-        assert "secret" not in end.err
+    for (command, word), (*end, _, error) in zip(REFUSED.items(), ends, strict=True):
+        assert end == [2, []], (command, error)
+        assert word in error and error.count("\n") == 1, (command, error)
+        assert "secret" not in error
     assert sorted(folder.rglob("*")) == files  # nothing is written
 
 
@@ -192,6 +182,6 @@ FIRST_LINES = {
 
 def test_the_first_line_is_printed_before_anything_slow_is_imported(folder):
     ends = run_commands(list(FIRST_LINES), folder, without_torch=True)
-    for (command, line), end in zip(FIRST_LINES.items(), ends, strict=True):
-        assert end.code == "torch", (command, end.err)
-        assert end.out.splitlines()[0] == line, command
+    for (command, line), (code, _, out, error) in zip(FIRST_LINES.items(), ends, strict=True):
+        assert code == "torch", (command, error)
+        assert out.splitlines()[0] == line, command

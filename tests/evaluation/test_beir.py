@@ -4,7 +4,6 @@ from pathlib import Path
 
 import pytest
 from small_data import write_beir, write_judged_places
-from tiny_models import tiny_encoder
 
 from contaccum import DualEncoder
 from contaccum.data import CQADUPSTACK_FORUMS, PUBLIC_NAMES, load_beir_folder
@@ -87,22 +86,6 @@ def test_ignored_judgements_are_warned_of_once(model, tmp_path, caplog):
         assert warning.startswith(f"own{number}: 3 judgements above 0 name the document with the")
         assert describe_data(data)["ignored_judgements"] == 3
         caplog.clear()
-
-
-def test_a_run_with_fewer_results_than_the_largest_cut_off_is_warned_of(places, caplog):
-    score_beir_run(places, {"q0": {"cat-tree": 1.0, "dog-tree": 0.5}}, (1, 5), "r")
-    (warning,) = get_package_warnings(caplog)
-    assert warning.startswith(f"r: has at most 2 results for a query of {places.name}: metrics at")
-
-
-def test_documents_with_equal_scores_score_the_same_at_each_number_of_results(tmp_path):
-    """trec_eval ranks the larger id first, so a search for one result must return this document."""
-    documents = {"a": ("", "the same text"), "b": ("", "the same text")}
-    write_beir(tmp_path / "twins", documents, {"q": "a text"}, [("q", "b", 1)], "test")
-    data = load_beir_folder(tmp_path / "twins")
-    for k_values in ((1,), (1, 2)):
-        result = evaluate_beir(tiny_encoder(), data, k_values, show_progress=False)
-        assert result.metrics["NDCG@1"] == 1.0, k_values
 
 
 def test_missing_queries_count_as_zero_and_own_documents_are_ignored(model, places):
