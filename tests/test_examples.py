@@ -12,7 +12,7 @@ from nbclient import NotebookClient
 from programs import ROOT, run_program
 from sample_texts import sentences
 from sentence_transformers import SentenceTransformer
-from small_data import write_judged_places, write_pairs
+from small_data import write_judged_places
 from tiny_models import word_tokenizer
 from transformers import AutoModel, Qwen3Config
 
@@ -173,10 +173,12 @@ def test_the_notebook_ends_with_a_search(tiny_model_path, tmp_path):
     (parameters,) = [
         cell for cell in notebook.cells if "parameters" in cell.metadata.get("tags", ())
     ]
-    write_pairs(tmp_path / "pairs.jsonl", sentences(40, 4), sentences(40, 9))
+    rows = zip(sentences(40, 4), sentences(40, 9), strict=True)
+    lines = ["question,answer", *(f"{question},{answer}" for question, answer in rows)]
+    (tmp_path / "pairs.csv").write_text("\n".join(lines))
     settings = {"method": "query_side", "learning_rate": 1e-3, "max_steps": 2, "use_cpu": True}
     parameters.source = (
-        f"MODEL, DATA, SETTINGS = {tiny_model_path!r}, 'pairs.jsonl', {settings!r}\n"
+        f"MODEL, DATA, SETTINGS = {tiny_model_path!r}, 'pairs.csv', {settings!r}\n"
         "BUDGET, OUTPUT = '5m', 'out'"
     )
     client = NotebookClient(

@@ -158,10 +158,11 @@ class RetrievalEvaluator(SentenceEvaluator):
         embeddings: Embeddings = documents.store
         if not np.array_equal(text_ids(texts), documents.store.text_ids()):
             embeddings = np.empty((len(texts), documents.dimension), dtype=np.float32)
-            is_missing = ~documents.contains(text_ids(texts))
-            missing_texts = [texts[index] for index in np.flatnonzero(is_missing)]
-            embeddings[is_missing] = encode_texts(model, missing_texts, batch_size=self.batch_size)
-            embeddings[~is_missing] = documents.find_embeddings(texts)[1]
+            found, found_embeddings = documents.find_embeddings(texts)
+            embeddings[found] = found_embeddings
+            missing = np.setdiff1d(np.arange(len(texts)), found)
+            missing_texts = [texts[index] for index in missing]
+            embeddings[missing] = encode_texts(model, missing_texts, batch_size=self.batch_size)
         self._fixed_embeddings = (documents, embeddings)
         return embeddings
 

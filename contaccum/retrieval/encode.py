@@ -61,7 +61,7 @@ def encode_texts(
 ) -> np.ndarray:
     """Encode k texts with a SentenceTransformer, by `encode_query` or `encode_document`.
 
-    Equal texts have equal embeddings to the last bit.
+    Equal texts have equal embeddings to the last bit. NaN or infinity raises `UserError`.
 
     Args:
         batch_size: texts per forward pass; on a CPU, a value above 8 counts as 8.
@@ -70,9 +70,6 @@ def encode_texts(
 
     Returns:
         float32 (k, d), not normalised unless the model normalises.
-
-    Raises:
-        UserError: the model returns NaN or infinity; the message quotes the text.
     """
     if len(texts) == 0:
         return np.empty((0, model.get_embedding_dimension() or 0), dtype=np.float32)

@@ -193,16 +193,12 @@ class DeviceEmbeddings:
     """
 
     def __init__(
-        self,
-        embeddings: Embeddings,
-        device: torch.device,
-        first_row: int = 0,
-        end_row: int | None = None,
+        self, embeddings: Embeddings, device: torch.device, first_row: int, end_row: int
     ) -> None:
         self._embeddings = embeddings
         self.device = device
         self.first_row = first_row
-        self._num_rows = (len(embeddings) if end_row is None else end_row) - first_row
+        self._num_rows = end_row - first_row
         self._dtype = np.dtype("float16" if embeddings.dtype == "float16" else "float32")
         self._rows_per_block = _ROWS_PER_BLOCK_ON_CPU
         if device.type == "cuda":

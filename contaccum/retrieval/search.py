@@ -40,9 +40,6 @@ from contaccum.retrieval.store import EmbeddingStore, Similarity
 if TYPE_CHECKING:
     import faiss
 
-GetIds = Callable[[np.ndarray], Sequence[str] | np.ndarray]
-"""Function that returns the ids of some rows."""
-
 # Number of results that an exact search returns beyond the k best. If the documents at positions k
 # and k + 1 have equal scores, the ids decide which of them is among the k best.
 _NUM_EXTRA_RESULTS = 32
@@ -137,12 +134,11 @@ class DenseIndex:
         ids: function that returns the ids of some rows.
         factory, metric, parameters: see `build_index`.
         faiss_index: the FAISS index; None for "Flat", which searches the embeddings themselves.
-        gpus: devices that search with torch, or with copies of the FAISS index; if there are none,
-            FAISS searches on the CPU. What is copied to them stays there while the index lives.
+        gpus: devices that search instead of the CPU; they keep what is copied to them.
     """
 
     corpus: Embeddings
-    ids: GetIds
+    ids: Callable[[np.ndarray], Sequence[str] | np.ndarray]
     factory: str
     metric: Similarity
     parameters: str | None
@@ -181,7 +177,7 @@ def build_index(
     if metric is None:
         metric = embeddings.similarity if isinstance(embeddings, EmbeddingStore) else "cos"
     index, parameters = check_factory(factory, dimension, num_rows, parameters)
-    get_ids: GetIds = np.asarray  # row numbers
+    get_ids: Callable[..., Any] = np.asarray  # row numbers
     if ids is not None:
         get_ids = np.array(ids, dtype=object).__getitem__
     elif isinstance(embeddings, EmbeddingStore):
@@ -411,11 +407,8 @@ def check_factory(
 ) -> tuple[faiss.Index, str | None]:
     """Return an empty FAISS index for some embeddings, and its search parameters.
 
-    Only `build_index` finds that there are too few rows to train codes.
-
-    Raises:
-        ConfigError: FAISS does not accept the factory or the parameters, the factory does not
-            work with that dimension or inner products, or there are fewer rows than inverted lists.
+    Raises `ConfigError` if FAISS does not accept them, or if there are fewer rows than inverted
+    lists. Only `build_index` finds that there are too few rows to train codes.
     """
     import faiss
 

@@ -275,8 +275,7 @@ class StoreWriter:
         Memory holds the texts and embeddings of one shard.
 
         Args:
-            passages: (id, title, text) of each passage of the corpus, at least one; ids are
-                distinct.
+            passages: (id, title, text) of each passage, at least one; ids are distinct.
             encode: function that returns the embeddings of n texts, float32 (n, d).
             rank, world_size: this process encodes every ``world_size``-th shard, from ``rank`` on.
 

@@ -204,8 +204,3 @@ def test_bm25_has_the_weight_that_fit_has_chosen(root, tmp_path, capsys):
     output = capsys.readouterr().out
     assert "no texts" in output
     assert "without BM25" in output
-
-
-def test_questions_and_a_file_of_queries_are_refused_together(root, tmp_path, capsys):
-    assert run(root, tmp_path / "run.trec", "a question") == 2
-    assert "--queries" in capsys.readouterr().err

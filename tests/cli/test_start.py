@@ -129,6 +129,7 @@ REFUSED = {
     "search model --store store --queries beir --index_file x.faiss": "--index_file",
     "search model --store store --queries beir --index SQ8 --index_file run.trec/x": "run.trec/x",
     "search --store store --queries beir": "MODEL",
+    "search model question --store store --queries beir": "--queries with a QUESTION",
     "evaluate ./nothing --data beir": "./nothing",
     "evaluate model --data nothing": "nothing",
     "evaluate model --data beir --metrics NDGC@10": "ndcg@10",
