@@ -250,6 +250,7 @@ def select_questions(
     top_k: int,
     llm: str,
     model: Any = None,
+    show_progress: bool = False,
 ) -> tuple[list[dict[str, str]], Counter[str]]:
     """Return the records of the questions to keep, and the numbers of the others by reason.
 
@@ -282,7 +283,7 @@ def select_questions(
     if model is not None:
         from contaccum.retrieval.search import FaissSearcher
 
-        searches.append(FaissSearcher(model).search)
+        searches.append(FaissSearcher(model, show_progress_bar=show_progress).search)
     for search in searches:
         for name, hits in (search(corpus, to_find, top_k) if to_find else {}).items():
             if documents[int(name.split()[1])].id in hits:

@@ -78,7 +78,7 @@ def run(argv: Sequence[str]) -> int:
         model = None if args.model is None else load_model(args.model, args)
         known_queries = [query for query, _ in pairs]
         records, reasons = questions.select_questions(
-            answers, documents, known_queries, args.top_k, args.llm, model
+            answers, documents, known_queries, args.top_k, args.llm, model, not args.no_progress
         )
         left_out = ", ".join(f"{number:,} {reason}" for reason, number in reasons.most_common())
         num_tokens = sum(answer["tokens"] for answer in answers.values())

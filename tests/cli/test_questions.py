@@ -199,6 +199,7 @@ def test_the_model_finds_documents_that_share_no_word_with_the_question(
     assert "no question is left" in captured.err
     assert not output.exists()
     assert run("--top_k", "39", "--model", str(tmp_path / "model"), "--device", "cpu") == 0
+    assert "Encoding" not in capsys.readouterr().err  # --no_progress
     assert len(read_lines(output)) == 1
     assert len(server.requests) == NUM_DOCUMENTS  # the answers are read from the file
 

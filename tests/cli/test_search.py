@@ -65,15 +65,7 @@ def test_run_has_the_largest_products_of_all_embeddings(root, tmp_path):
         for document_id, score in query_hits.items():
             assert score == pytest.approx(scores[row_of_id[document_id]], abs=1e-5)
     record = json.loads((tmp_path / "run.trec.json").read_text())
-    expected_record = {
-        "index": "Flat",
-        "index_parameters": None,
-        "index_file": None,
-        "k": 7,
-        "gpus": 0,
-        "recall": None,
-    }
-    assert expected_record.items() <= record["search"].items()
+    assert (record["search"]["index"], record["search"]["k"]) == ("Flat", 7)
     assert record["store"]["rows"] == 60
     assert record["queries"]["count"] == 12
 
