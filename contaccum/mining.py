@@ -17,8 +17,6 @@ import json
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import asdict, dataclass, field
-from functools import partial
-from itertools import chain
 from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
@@ -40,8 +38,8 @@ _CANDIDATES_PER_NEGATIVE = 10  # as in sentence-transformers
 _QUERIES_PER_SEARCH = 4096  # each search reads the whole pool, and holds all of its results
 
 Ranking = tuple[np.ndarray, np.ndarray, np.ndarray]
-"""The k best passages of the pool for one query, excluded ones among them: their scores, float32
-(k,), descending, and rows, int64 (k,); and the scores of the query's p positives, float32 (p,)."""
+"""Of a query: scores, float32 (k,), descending, and rows, int64 (k,), of the k best passages of the
+pool, excluded ones among them; and the scores of its positives, float32 (p,)."""
 
 
 def _define_rule(default: Any, help_text: str, value_type: type = float, **metadata: Any) -> Any:
@@ -53,11 +51,8 @@ def _define_rule(default: Any, help_text: str, value_type: type = float, **metad
 class SelectionRules:
     """Rules that a candidate must pass to become a hard negative of its query.
 
-    A candidate with a score close to that of a positive may be relevant although nobody judged it.
-    The margins drop such candidates. The default of `range_max` is `depth`.
-
-    Raises:
-        ConfigError: for a value out of range.
+    The margins drop candidates with a score close to that of a positive: they may be relevant
+    although nobody judged them. A value out of range raises `ConfigError`.
     """
 
     num_negatives: int = _define_rule(3, "number of negatives to mine per query", int)
@@ -141,10 +136,9 @@ class MiningQuery(NamedTuple):
 class MiningData:
     """Queries with their known passages, and the passages that are searched for negatives.
 
-    Texts that are equal after `normalise` count as one passage, whatever their ids. Otherwise a
-    copy of a positive could be mined as a negative. The first `pool_size` documents are the pool,
-    the candidates for negatives; the rest are positives that are not in the pool. ``record`` has
-    path, format and counts of the data, for reports.
+    Texts that are equal after `normalise` are one passage, so that no copy of a positive is mined.
+    The first `pool_size` documents are the pool, the candidates for negatives; the rest are
+    positives that it lacks. ``record`` has path, format and counts of the data, for reports.
     """
 
     queries: list[MiningQuery]
@@ -165,14 +159,12 @@ def load_mining_data(
 ) -> MiningData:
     """Load queries with their known positives, and the passages that are searched for negatives.
 
-    The searched passages, the pool, are the passages of `corpus`. Without `corpus`, the pool is the
-    whole corpus of a BEIR folder, or the distinct positives of other data. Negatives that the data
-    list are not added to the pool.
+    The searched passages, the pool, are those of `corpus`; without it, the corpus of a BEIR folder,
+    or the distinct positives of other data.
 
     Args:
-        source: training data in any format that `read_records` reads.
-        corpus, corpus_columns: passages and the names of their columns; see `read_passages`.
-        split, columns, min_score: see `read_records`.
+        source, split, columns, min_score: training data; see `read_records`.
+        corpus, corpus_columns: see `read_passages`.
         on_bad_record: "stop" raises an error at the first bad record, "skip" counts it.
 
     Raises:
@@ -241,7 +233,7 @@ def load_mining_data(
                 text for key, text in texts.items() if row_of_text.get(key) not in all_positives
             ]
             records.append((list(rows), kept))
-        excluded = set(chain.from_iterable(rows_of_hash[each] for each in copies[text_hash]))
+        excluded = set().union(*(rows_of_hash[each] for each in copies[text_hash]))
         queries.append(MiningQuery(query, records, list(all_positives), sorted(excluded)))
     record = {
         "path": str(source),
@@ -262,11 +254,7 @@ def _hash_text(text: str) -> bytes:
 
 
 def _hash_forms(passage: Passage) -> set[bytes]:
-    """Return the hashes of a passage with its title and without it.
-
-    A passage that shares one of them counts as its copy: another document may hold the same text
-    under another title.
-    """
+    """Return the hashes of a passage with its title and without it, which its copies share."""
     return {_hash_text(text) for text in (passage.passage, passage.text.strip()) if text}
 
 
@@ -276,11 +264,10 @@ class MinedNegatives:
 
     Attributes:
         settings: settings of the search, and the selection rules.
-        rows: the mined negatives, as rows of `data.documents`, int64 (n,), n <= `num_negatives`, in
-            the order of the search, also with a cross-encoder.
-        scores: their scores, float32 (n,): the logits of the cross-encoder, or the scores of the
-            search.
-        positive_scores: scores of the query's known positives, of the same kind.
+        rows: rows of the mined negatives in `data.documents`, int64 (n,), n <= `num_negatives`, in
+            the order of the search.
+        scores: their logits of the cross-encoder, or their scores of the search, float32 (n,).
+        positive_scores: the same of the query's known positives.
     """
 
     data: MiningData
@@ -314,19 +301,16 @@ def mine_hard_negatives(
 ) -> MinedNegatives:
     """Find hard negatives: passages that score high for a query and are not known to be relevant.
 
-    The model may be in training: neither the model nor the random state changes. The passages and,
-    with a model, their float32 embeddings are in memory: 8.8 million passages of 768 dimensions
-    need 27 GB.
+    The model may be in training: neither it nor the random state changes. Memory holds the passages
+    and, with a model, their float32 embeddings: 27 GB for 8.8 million of 768 dimensions.
 
     Args:
         data: a `MiningData`, or a source that `load_mining_data` reads.
-        model: a SentenceTransformer; None ranks passages with BM25, which needs no model.
-        cross_encoder: a CrossEncoder whose logits replace the scores of candidates and positives;
-            see `load_cross_encoder`. Without a margin, `absolute_margin` is then
-            `CROSS_ENCODER_MARGIN`.
+        model: a SentenceTransformer; None: BM25.
+        cross_encoder: a CrossEncoder whose logits replace the scores; see `load_cross_encoder`.
+            Without a margin, `absolute_margin` is then `CROSS_ENCODER_MARGIN`.
         similarity: "cos" or "dot"; None: the model's own similarity.
         batch_size, precision: see `encode_texts`.
-        show_progress: True for progress bars.
         rules: fields of `SelectionRules`, by name.
 
     Raises:
@@ -350,13 +334,10 @@ def mine_hard_negatives(
 
         metric = get_similarity(model, similarity)
         settings |= {"similarity": metric, "precision": precision}
-        encode = partial(
-            encode_texts,
-            model,
-            batch_size=batch_size,
-            precision=precision,
-            show_progress=show_progress,
-        )
+
+        def encode(texts: list[str], kind: Any) -> np.ndarray:
+            return encode_texts(model, texts, kind, batch_size, precision, show_progress)
+
         rankings = _rank_by_model(data, depth, metric, encode)
 
     mined = MinedNegatives(data, settings)
@@ -425,15 +406,9 @@ def _rank_by_bm25(data: MiningData, depth: int, show_progress: bool) -> Iterator
 def load_cross_encoder(
     name: str, device: str | None = None, trust_remote_code: bool = False
 ) -> Any:
-    """Load a sentence-transformers CrossEncoder, which reads query and passage together.
+    """Load a sentence-transformers CrossEncoder from a folder, or by its name on the model hub.
 
-    Args:
-        name: a folder, or a name on the model hub.
-        device: where the model runs, such as "cuda:1"; None: a GPU if there is one.
-        trust_remote_code: True to run code that comes with the model.
-
-    Raises:
-        UserError: for a model that cannot be loaded, or was not trained to give one score.
+    Raises `UserError` if it cannot be loaded, or was not trained to give one score.
     """
     from sentence_transformers import CrossEncoder
 
@@ -474,9 +449,8 @@ def write_mined(
 ) -> tuple[Path, Path]:
     """Write negatives to `path` as JSON lines and a report beside it; return the paths of both.
 
-    There is a line for each record of the data, with all its positives, its own negatives and then
-    those mined for its query. ``report`` has entries for the report, besides `mined.record()`. For
-    errors see `check_output`.
+    A line is a record of the data, with all its positives, its own negatives and then those mined
+    for its query. ``report`` has further entries for the report. For errors see `check_output`.
     """
     path = check_output(path)
     data = mined.data

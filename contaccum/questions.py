@@ -108,8 +108,7 @@ def make_prompts(
 def make_client(url: str) -> openai.OpenAI:
     """Return a client of a server, with the key of the environment.
 
-    Raises:
-        ConfigError: the client is not installed, or the URL or the key cannot be used.
+    Raises `ConfigError` if it is not installed, or the URL or the key cannot be used.
     """
     try:
         import openai
@@ -133,10 +132,8 @@ def ask(
 ) -> dict[str, Any]:
     """Return the answer to a prompt: its text, why it ended, and the number of tokens.
 
-    It has a ``fault`` if the server refuses this prompt, or if its answer is broken.
-
-    Raises:
-        UserError: the server cannot be used, after all retries.
+    It has a ``fault`` if the server refuses this prompt, or if its answer is broken. A server that
+    cannot be used raises `UserError`, after all retries.
     """
     import openai
 
@@ -172,17 +169,11 @@ def ask_all(
     max_seconds: float,
     show_progress: bool = False,
 ) -> Answers:
-    """Append the missing answers to a file, until all are there or the budget is used.
+    """Append the missing answers to a file, until all are there or the budget is used; return all.
 
-    The budget is that of all starts. The first call is alone, so that a wrong name of a model costs
-    one call. After an error, or Ctrl-C, the answers to the calls that are under way are still
-    written.
-
-    Returns:
-        The answers of all starts.
-
-    Raises:
-        UserError: the server cannot be used.
+    Answers and budget are those of all starts. The first call is alone, so that a wrong name of a
+    model costs one call. After an error, or Ctrl-C, the answers to the calls that are under way are
+    still written. A server that cannot be used raises `UserError`.
     """
     answers: Answers = {}
     for line in file.read_text(encoding="utf-8").splitlines() if file.exists() else []:
@@ -259,6 +250,7 @@ def select_questions(
     top_k: int,
     llm: str,
     model: Any = None,
+    show_progress: bool = False,
 ) -> tuple[list[dict[str, str]], Counter[str]]:
     """Return the records of the questions to keep, and the numbers of the others by reason.
 
@@ -291,7 +283,7 @@ def select_questions(
     if model is not None:
         from contaccum.retrieval.search import FaissSearcher
 
-        searches.append(FaissSearcher(model).search)
+        searches.append(FaissSearcher(model, show_progress_bar=show_progress).search)
     for search in searches:
         for name, hits in (search(corpus, to_find, top_k) if to_find else {}).items():
             if documents[int(name.split()[1])].id in hits:

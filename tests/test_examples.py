@@ -1,18 +1,15 @@
 """examples/: every script and the notebook run to their end with tiny models."""
 
-import csv
 import re
-import runpy
 import shutil
-import sys
 from collections.abc import Callable, Mapping
-from pathlib import Path
 
 import nbformat
 import numpy as np
 import pytest
 import torch
 from nbclient import NotebookClient
+from programs import ROOT, run_program
 from sample_texts import sentences
 from sentence_transformers import SentenceTransformer
 from small_data import write_judged_places
@@ -22,32 +19,19 @@ from transformers import AutoModel, Qwen3Config
 from contaccum.data import read_records
 from contaccum.retrieval.store import EmbeddingStore
 
-FOLDER = Path(__file__).parents[1] / "examples"
+NOTEBOOK = ROOT / "examples" / "pairs_to_index.ipynb"
 
 
 @pytest.fixture
-def run_example(
-    places: Path,
-    tiny_model_path: str,
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-) -> Callable[..., SentenceTransformer]:
+def run_example(places, tiny_model_path, tmp_path) -> Callable[..., SentenceTransformer]:
     """Return a function that runs a script for two updates and loads the saved model."""
 
     def run(name: str, **options: object) -> SentenceTransformer:
-        all_options = {
-            "model": tiny_model_path,
-            "data": places / "pairs.jsonl",
-            "max_steps": 2,
-            "output_dir": "out",
-            **options,
-        }
-        arguments = [f"--{key}={value}" for key, value in all_options.items()]
-        with monkeypatch.context() as patch:
-            patch.chdir(tmp_path)
-            patch.setattr(sys, "argv", [name, *arguments])
-            runpy.run_path(str(FOLDER / f"{name}.py"), run_name="__main__")
-        return SentenceTransformer(str(tmp_path / "out"), device="cpu")
+        output = tmp_path / "out"
+        settings = {"model": tiny_model_path, "data": places / "pairs.jsonl", "max_steps": 2}
+        settings |= {"output_dir": output, **options}
+        run_program(f"examples/{name}.py", *(f"--{key}={value}" for key, value in settings.items()))
+        return SentenceTransformer(str(output), device="cpu")
 
     return run
 
@@ -56,11 +40,9 @@ def find_changed_weights(
     weights: Mapping[str, torch.Tensor], original_weights: Mapping[str, torch.Tensor]
 ) -> list[str]:
     """Return the names of the weights that differ from those of another model."""
-    changed_names = []
-    for name, weight in weights.items():
-        if not torch.equal(weight, original_weights[name]):
-            changed_names.append(name)
-    return changed_names
+    return [
+        name for name, weight in weights.items() if not torch.equal(weight, original_weights[name])
+    ]
 
 
 def have_weights_changed(model: SentenceTransformer, original_path: str) -> bool:
@@ -173,11 +155,6 @@ def test_continue_and_compare_resumes_and_ends_with_the_same_model(run_example, 
     assert find_changed_weights(resumed_model.state_dict(), model.state_dict()) == []
 
 
-def read_notebook() -> nbformat.NotebookNode:
-    """Return the notebook as it is in the repository."""
-    return nbformat.read(FOLDER / "pairs_to_index.ipynb", as_version=4)
-
-
 def find_answers(notebook: nbformat.NotebookNode) -> list[str]:
     """Return the answers that the last cell has printed."""
     (printed,) = [output for output in notebook.cells[-1].outputs if output.name == "stdout"]
@@ -185,30 +162,24 @@ def find_answers(notebook: nbformat.NotebookNode) -> list[str]:
 
 
 def test_the_notebook_is_saved_with_its_outputs_and_without_paths_of_a_machine():
-    notebook = read_notebook()
-    assert "kidney stones" in find_answers(notebook)[0]
-    text = (FOLDER / "pairs_to_index.ipynb").read_text(encoding="utf-8")
+    assert "kidney stones" in find_answers(nbformat.read(NOTEBOOK, as_version=4))[0]
+    text = NOTEBOOK.read_text(encoding="utf-8")
     assert re.findall(r"/(?:home|root|tmp|Users|usr)/|site-packages|from contaccum\.", text) == []
 
 
 @pytest.mark.long
 def test_the_notebook_ends_with_a_search(tiny_model_path, tmp_path):
-    notebook = read_notebook()
-    cells = notebook.cells
-    (parameters,) = [cell for cell in cells if "parameters" in cell.metadata.get("tags", ())]
-    with (tmp_path / "pairs.csv").open("w", encoding="utf-8", newline="") as file:
-        writer = csv.writer(file)
-        writer.writerow(["question", "answer"])
-        writer.writerows(zip(sentences(40, 4), sentences(40, 9), strict=True))
+    notebook = nbformat.read(NOTEBOOK, as_version=4)
+    (parameters,) = [
+        cell for cell in notebook.cells if "parameters" in cell.metadata.get("tags", ())
+    ]
+    rows = zip(sentences(40, 4), sentences(40, 9), strict=True)
+    lines = ["question,answer", *(f"{question},{answer}" for question, answer in rows)]
+    (tmp_path / "pairs.csv").write_text("\n".join(lines))
     settings = {"method": "query_side", "learning_rate": 1e-3, "max_steps": 2, "use_cpu": True}
-    parameters.source = "\n".join(
-        [
-            f"MODEL = {tiny_model_path!r}",
-            "DATA = 'pairs.csv'",
-            f"SETTINGS = {settings!r}",
-            "BUDGET = '5m'",
-            "OUTPUT = 'out'",
-        ]
+    parameters.source = (
+        f"MODEL, DATA, SETTINGS = {tiny_model_path!r}, 'pairs.csv', {settings!r}\n"
+        "BUDGET, OUTPUT = '5m', 'out'"
     )
     client = NotebookClient(
         notebook, timeout=300, kernel_name="python3", resources={"metadata": {"path": tmp_path}}

@@ -1,6 +1,5 @@
 """Hard negatives: which passages are mined, which never are, their scores and their files."""
 
-import copy
 import json
 from collections import Counter
 from collections.abc import Iterable
@@ -255,65 +254,6 @@ def test_the_default_margin_with_a_cross_encoder_is_3(model, cross_encoder, pair
     assert limited.settings["absolute_margin"] is None
 
 
-def test_mining_does_not_change_a_model_in_training(
-    tiny_config, tiny_tokenizer, pairs, tmp_path, monkeypatch
-):
-    """Gradients and random states do not change either, and no file is written."""
-    live = DualEncoder.from_backbone(
-        tiny_config, tokenizer=tiny_tokenizer, pooling="mean", device="cpu"
-    ).train()
-    monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
-    live(live.preprocess(["the cat"]))["sentence_embedding"].sum().backward()
-
-    def list_weights_and_gradients() -> list[torch.Tensor]:
-        gradients = [weight.grad for weight in live.parameters() if weight.grad is not None]
-        return [*live.state_dict().values(), *gradients]
-
-    tensors_before = copy.deepcopy(list_weights_and_gradients())
-    torch_state = torch.get_rng_state()
-    numpy_state = np.random.get_state()[1].tolist()
-    first = mine(live, pairs, sampling="random")
-    second = mine(live, pairs, sampling="random")
-    assert list_rows(first) == list_rows(second)
-    # Scores would differ if dropout were on.
-    assert np.array_equal(np.concatenate(first.scores), np.concatenate(second.scores))
-    assert all(module.training for module in live.modules())
-    assert list(tmp_path.iterdir()) == []
-    assert torch.equal(torch.get_rng_state(), torch_state)
-    assert np.random.get_state()[1].tolist() == numpy_state
-    for before, after in zip(tensors_before, list_weights_and_gradients(), strict=True):
-        assert torch.equal(before, after)
-
-
-@pytest.fixture(scope="module")
-def mined(model, pairs, beir) -> dict[str, MinedNegatives]:
-    """Mine two negatives per query of each source."""
-    return {
-        "pairs": mine(model, pairs, num_negatives=2),
-        "beir": mine(model, beir, num_negatives=2),
-    }
-
-
-@pytest.mark.parametrize("source", ["pairs", "beir"])
-def test_written_negatives_are_read_back_as_training_data(mined, tmp_path, source):
-    path, report = write_mined(mined[source], tmp_path / "new" / "out.jsonl")
-    files = sorted(file.name for file in (tmp_path / "new").iterdir())
-    assert files == [path.name, report.name]
-    training = load_training_data(path, num_hard_negatives=2, positives="first").dataset
-    expected = []
-    for query, mined_rows in zip(mined[source].data.queries, mined[source].rows, strict=True):
-        negatives = set(get_passages(mined[source].data, mined_rows))
-        for positives, _ in query.records:
-            [positive, *_] = get_passages(mined[source].data, positives)
-            expected.append((query.text, positive, negatives))
-    rows = []
-    for row in training:
-        negatives = [row["negative_1"], row["negative_2"]]
-        rows.append((row["query"], row["positive"], set(negatives)))
-    assert rows == expected
-
-
 def test_queries_with_too_few_negatives_are_counted(model, tmp_path):
     positives = ["the cat", "the dog", "the bird", "the fish"]
     source = write_pairs(tmp_path / "source.jsonl", ["q1", "q1", "q1", "q2"], positives)
@@ -462,26 +402,13 @@ KEPT = [["a cat barks", "the cat swims"], ["the dog flies"], [], []]
 CORPUS = ["the cat swims", "a cat barks", "the dog flies", "two dogs", "the dog runs", "one cat"]
 
 
-def write_own_negatives(folder: Path, layout: str) -> Path:
-    """Write OWN as records with lists of negatives, or a table with a row for each negative."""
+@pytest.mark.parametrize("method", ["dense", "bm25"])
+def test_negatives_of_the_data_come_first_and_are_not_mined_again(model, tmp_path, method):
     records = [dict(zip(("query", "positive", "negatives"), row, strict=True)) for row in OWN]
-    if layout == "jsonl":
-        return write_lines(folder / "pairs.jsonl", records)
-    rows = []
-    for record in records:
-        for negative in record["negatives"] or [None]:
-            rows.append({**record, "negatives": negative})
-    Dataset.from_list(rows).to_csv(folder / "pairs.csv")
-    return folder / "pairs.csv"
-
-
-@pytest.mark.parametrize(
-    ("layout", "method"), [("jsonl", "dense"), ("jsonl", "bm25"), ("csv", "dense")]
-)
-def test_negatives_of_the_data_come_first_and_are_not_mined_again(model, tmp_path, layout, method):
+    source = write_lines(tmp_path / "pairs.jsonl", records)
     documents = [{"_id": str(number), "text": text} for number, text in enumerate(CORPUS)]
     corpus = write_lines(tmp_path / "corpus.jsonl", documents)
-    data = load_mining_data(write_own_negatives(tmp_path, layout), corpus)
+    data = load_mining_data(source, corpus)
     mined = mine(model if method == "dense" else None, data, num_negatives=6)
     lines = read_lines(write_mined(mined, tmp_path / "mined.jsonl")[0])
     assert [(line["query"], line["positive"]) for line in lines] == [row[:2] for row in OWN]

@@ -104,36 +104,18 @@ def _parse_arguments(argv: Sequence[str]) -> argparse.Namespace:
     add("--corpus", type=Path, required=True, metavar="PATH", help=documents)
     add("--output", type=Path, required=True, metavar="FOLDER", help="folder of the store")
     add("--dtype", choices=STORED, default="float32", help="type in the store; default: float32")
-    add(
-        "--format",
-        choices=("store", "parquet"),
-        default="store",
-        help="parquet: also write ids, titles, texts and embeddings of the finished store to "
-        "FOLDER/parquet, for DuckDB and vector databases; default: %(default)s",
+    parquet = (
+        "parquet: also write ids, texts and embeddings to FOLDER/parquet; default: %(default)s"
     )
-    add(
-        "--bm25",
-        action="store_true",
-        help="also write a BM25 index of the finished store to FOLDER/bm25, for contaccum search",
-    )
-    add(
-        "--no_texts",
-        action="store_true",
-        help="keep no titles and texts in the store: contaccum search shows ids alone, and there "
-        "is neither --bm25 nor --format parquet",
-    )
-    add(
-        "--shard_size",
-        type=positive_int,
-        default=50_000,
-        metavar="ROWS",
-        help="rows per shard; a killed run loses at most one shard; default: %(default)s",
-    )
-    add(
-        "--overwrite",
-        action="store_true",
-        help="replace a store in the folder; without this option, an unfinished one is continued",
-    )
+    add("--format", choices=("store", "parquet"), default="store", help=parquet)
+    words = "also write a BM25 index to FOLDER/bm25, for contaccum search"
+    add("--bm25", action="store_true", help=words)
+    bare = "keep no titles and texts; then there is neither --bm25 nor --format parquet"
+    add("--no_texts", action="store_true", help=bare)
+    rows = "rows per shard; a killed run loses at most one shard; default: %(default)s"
+    add("--shard_size", type=positive_int, default=50_000, metavar="ROWS", help=rows)
+    overwrite = "replace a store in the folder; without it, an unfinished one is continued"
+    add("--overwrite", action="store_true", help=overwrite)
     args = parser.parse(argv)
     if args.no_texts and (args.bm25 or args.format == "parquet"):
         raise ConfigError("--no_texts: --bm25 and --format parquet need the texts; leave one out")

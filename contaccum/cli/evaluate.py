@@ -1,12 +1,7 @@
 """`contaccum evaluate MODEL --data SET ...`: score a model or a run on retrieval data sets.
 
-A record is a JSON file with metrics, model, data and settings. With ``--output out.json``, these
-files are written:
-
-- for one data set its record, out.json, and its run, out.trec;
-- for several data sets out.NAME.json and out.NAME.trec each, and in out.json a table of all sets;
-- the table as Markdown, out.md;
-- with ``--baseline``, the comparison with an earlier result, out.compare.json.
+docs/evaluation.md describes the files: out.json, the record of a set or the table of several, which
+have records of their own; runs; tables; and the comparison with a baseline.
 """
 
 from __future__ import annotations
@@ -61,20 +56,16 @@ def run(argv: Sequence[str]) -> int:
         "precision": args.precision,
     }
     records = {}  # {label of a set: its record, without the scores of each query}
-    ours: dict[str, Any] = {}  # {label: {query id: score}}
-    theirs: dict[str, Any] = {}  # the same of the baseline
-    groups = {}  # {label: {query id: its group}}
+    comparisons = []  # with the baseline, one of each set
     for label, source in sources.items():
         dataset = beir.load_data(source, args.split, args.on_bad_record)
-        if args.baseline is not None:
-            # Sets are matched by the fingerprints of their data, and not by their names.
-            theirs[label] = earlier.get(dataset.fingerprint, {})
-            if theirs[label].keys() != dataset.qrels.keys():
-                raise DataError(
-                    f"--baseline {args.baseline}: is on other data or queries than {label} (name a "
-                    "result on the same data, or evaluate again)"
-                )
-            groups[label] = group_queries(dataset)
+        # Sets are matched by the fingerprints of their data, and not by their names.
+        theirs = earlier.get(dataset.fingerprint, {})
+        if args.baseline is not None and theirs.keys() != dataset.qrels.keys():
+            raise DataError(
+                f"--baseline {args.baseline}: is on other data or queries than {label} (name a "
+                "result on the same data, or evaluate again)"
+            )
         if args.model is not None:
             model = model or load_model(args.model, args)
         if args.run is not None:
@@ -90,7 +81,9 @@ def run(argv: Sequence[str]) -> int:
             result = evaluate_endpoint(model, dataset, *servers, **settings)
             record = results.write_result(result, files[label])
         per_query = record.pop("per_query")
-        ours[label] = {query: values[main_metric] for query, values in per_query.items()}
+        if args.baseline is not None:
+            ours = {query: values[main_metric] for query, values in per_query.items()}
+            comparisons.append(results.compare(label, ours, theirs, group_queries(dataset)))
         records[label] = record
 
     table = results.make_table(files, records, shown_metrics)
@@ -103,19 +96,19 @@ def run(argv: Sequence[str]) -> int:
 
             title = f"## {label}: the embedding server and the model"
             sections.append(f"{title}\n\n{endpoint_tables(record, shown_metrics)}")
-    comparison = results.compare(main_metric, ours, theirs, groups)
     if args.baseline is not None:
-        content = {"earlier": str(args.baseline), **comparison}
+        metrics.add_holm(comparisons)
+        content = {"earlier": str(args.baseline), "metric": main_metric, "rows": comparisons}
         write_json(args.output.with_suffix(".compare.json"), content)
         title = f"## {main_metric} against {args.baseline}"
-        sections.append(f"{title}\n\n{results.comparison_table(comparison)}")
+        sections.append(f"{title}\n\n{results.comparison_table(comparisons)}")
     text = "\n\n".join(sections)
     title = f"# Evaluation of {args.model or args.run}"
     write_text(args.output.with_suffix(".md"), f"{title}\n\n{text}\n")
     print(text)
     print(f"written: {args.output}, with runs and tables beside it")
     exit_code = 0
-    for row in comparison["rows"] if args.require is not None else ():
+    for row in comparisons if args.require is not None else ():
         is_met, line = results.check_requirement(args.require, main_metric, row)
         print(f"{line}; baseline {args.baseline}")
         exit_code = exit_code if is_met else 1
@@ -137,14 +130,8 @@ def _parse_arguments(argv: Sequence[str]) -> argparse.Namespace:
     add("model", nargs="?", metavar="MODEL", help=MODEL_HELP)
     run_help = "score this run instead of searching with a MODEL"
     add("--run", type=Path, metavar="RUN.trec", help=run_help)
-    add(
-        "--output",
-        default=Path("results.json"),
-        type=Path,
-        metavar="OUT.json",
-        help="file of the results; with several data sets, OUT.NAME.json is written for each; "
-        "default: %(default)s",
-    )
+    output = "results; of several data sets, OUT.NAME.json for each; default: %(default)s"
+    add("--output", type=Path, default=Path("results.json"), metavar="OUT.json", help=output)
     shown = "metrics that the tables show; the records hold more"
     add("--metrics", nargs="+", metavar="METRIC@K", help=shown)
     baseline = "compare with this earlier result by the first of --metrics"

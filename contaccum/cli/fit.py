@@ -98,6 +98,7 @@ def _make_parser() -> Parser:
         "ways within a time budget, choose on dev, and test whether training has paid. A --key of "
         "`contaccum train` that is given here is fixed and not chosen.",
         "corpus_columns",
+        "data_columns",
         "on_bad_record",
         usage="contaccum fit DATA [OPTIONS] [--key value ...]",
     )
@@ -114,7 +115,6 @@ def _make_parser() -> Parser:
     add("--budget", metavar="TIME", help=budget + DEFAULT_BUDGET)
     output = "folder of all results; default: %(default)s"
     add("--output", type=Path, default=Path("runs/fit"), metavar="DIR", help=output)
-    parser.add_data_options()
     min_score = "least score or label of a pair that is a match, for scored pairs"
     add("--min_score", type=float, metavar="SCORE", help=min_score)
     parser.add_held_out_options()

@@ -27,15 +27,16 @@ def run(argv: Sequence[str]) -> int:
         if name is not None:
             require_model(name)
     defaults = {"split": args.split, "columns": args.data_columns}
-    # A list with one set, because --data names a single set.
     [source] = parse_training_sets([args.data], defaults).values()
-    settings: dict[str, Any] = {"on_bad_record": args.on_bad_record, **source}
-    settings["corpus_columns"] = args.corpus_columns
-    data = mining.load_mining_data(settings.pop("path"), args.corpus, **settings)
+    data = mining.load_mining_data(
+        source.pop("path"),
+        args.corpus,
+        on_bad_record=args.on_bad_record,
+        corpus_columns=args.corpus_columns,
+        **source,
+    )
     print_at_once(data.record["records"])
-    model = None
-    if args.model is not None:
-        model = load_model(args.model, args)
+    model = None if args.model is None else load_model(args.model, args)
     cross_encoder = None
     if args.cross_encoder is not None:
         cross_encoder = mining.load_cross_encoder(
@@ -74,6 +75,7 @@ def _parse_arguments(argv: Sequence[str]) -> argparse.Namespace:
         "Mine hard negatives for training data: passages that score high for a query and are not "
         "known to be relevant.",
         "corpus_columns",
+        "data_columns",
         "similarity",
         "query_max_length",
         *ENCODING_OPTIONS,
@@ -87,7 +89,6 @@ def _parse_arguments(argv: Sequence[str]) -> argparse.Namespace:
     add("--output", type=Path, required=True, metavar="PATH", help=output)
     corpus = "mine in these passages (formats: see contaccum encode); default: the data's own"
     add("--corpus", metavar="PATH", help=corpus)
-    parser.add_data_options()
     add("--split", default="train", help="split of a BEIR folder to mine for; default: train")
     cross_encoder = "rescore the candidates with this cross-encoder"
     add("--cross_encoder", metavar="MODEL", help=cross_encoder)

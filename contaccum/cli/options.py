@@ -42,10 +42,6 @@ class Parser(argparse.ArgumentParser):
     def error(self, message: str) -> NoReturn:
         raise ConfigError(f"{message} (see {self.prog} --help)")
 
-    def add_data_options(self) -> None:
-        """Add the options that determine how training data are read."""
-        add_option(self, "data_columns")
-
     def add_held_out_options(self) -> None:
         """Add the sizes of the dev and test sets, and the documents of their queries."""
         for name, default in (("dev", "0.1, at most 500"), ("test", "0.2, at most 1,000")):

@@ -40,6 +40,8 @@ def run(argv: Sequence[str]) -> int:
     report = RecordReport(args.on_bad_record)
     passages = read_texts(args.documents, "document", report, args.corpus_columns)
     documents = [passage for passage in passages if passage.passage]
+    if report.reported:
+        print_at_once(report.summary())
     if len(documents) <= args.top_k:
         raise DataError(
             f"{args.documents}: has {len(documents)} documents with a text, so each one would be "
@@ -76,7 +78,7 @@ def run(argv: Sequence[str]) -> int:
         model = None if args.model is None else load_model(args.model, args)
         known_queries = [query for query, _ in pairs]
         records, reasons = questions.select_questions(
-            answers, documents, known_queries, args.top_k, args.llm, model
+            answers, documents, known_queries, args.top_k, args.llm, model, not args.no_progress
         )
         left_out = ", ".join(f"{number:,} {reason}" for reason, number in reasons.most_common())
         num_tokens = sum(answer["tokens"] for answer in answers.values())
@@ -111,6 +113,7 @@ def _parse_arguments(argv: Sequence[str]) -> argparse.Namespace:
         "Write questions for documents with a language model on a server with OpenAI's interface. "
         "A question is kept if a search finds its document.",
         "corpus_columns",
+        "data_columns",
         "on_bad_record",
         "device",
         "trust_remote_code",
@@ -126,7 +129,6 @@ def _parse_arguments(argv: Sequence[str]) -> argparse.Namespace:
     add("--output", type=Path, required=True, metavar="PATH", help=output)
     examples = "your pairs, as examples; default: questions of four kinds"
     add("--like", type=Path, metavar="DATA", help=examples)
-    parser.add_data_options()
     budget = "of all starts, such as 30m or 500; default: all documents"
     add("--budget", metavar="TIME|CALLS", help=budget)
     top_k = "a document must be among the first K for its question; default: %(default)s"

@@ -26,7 +26,7 @@ from contaccum.data.beir import read_split_queries
 from contaccum.data.corpus import read_texts
 from contaccum.data.rows import RecordReport, passage_text
 from contaccum.encoders.names import require_model
-from contaccum.errors import ConfigError, DataError
+from contaccum.errors import ConfigError
 from contaccum.evaluation.results import trec_lines
 from contaccum.files import provenance, require_writable, write_json, write_text
 from contaccum.retrieval import bm25
@@ -99,12 +99,9 @@ def _read_typed_questions() -> Iterator[str]:
 
 
 def _write_run(args: argparse.Namespace, store: EmbeddingStore) -> int:
-    bm25_index = None
-    depth = args.top_k
     bm25_weight = args.bm25_weight or 0.0
-    if bm25_weight > 0:
-        bm25_index = bm25.open_index(store)
-        depth = max(args.top_k, bm25.FUSION_DEPTH)
+    bm25_index = bm25.open_index(store) if bm25_weight > 0 else None
+    depth = args.top_k if bm25_index is None else max(args.top_k, bm25.FUSION_DEPTH)
     require_writable(args.output)
     if args.index_file is not None and not args.index_file.exists():
         require_writable(args.index_file)
@@ -116,8 +113,6 @@ def _write_run(args: argparse.Namespace, store: EmbeddingStore) -> int:
         records = read_texts(args.queries, "query", report)
         texts = {query.id: query.passage for query in records}
     print_at_once(report.summary())
-    if not texts:
-        raise DataError(f"{args.queries}: has no query (correct the file, or name another one)")
     from contaccum.retrieval import search as faiss_index
     from contaccum.retrieval.encode import check_store_fits, encode_texts
 
@@ -128,14 +123,9 @@ def _write_run(args: argparse.Namespace, store: EmbeddingStore) -> int:
         model, list(texts.values()), "query", args.batch_size, args.precision, show_progress
     )
 
-    if args.index_file is None:
-        index = faiss_index.build_index(
-            store, args.index, args.similarity, parameters=args.index_parameters
-        )
-    else:
-        index = faiss_index.open_index(
-            args.index_file, store, args.index, args.similarity, args.index_parameters
-        )
+    index = faiss_index.open_index(
+        args.index_file, store, args.index, args.similarity, args.index_parameters
+    )
     start_time = time.perf_counter()
     scores, rows = faiss_index.search(index, queries, depth, show_progress)
     hits = zip(texts, faiss_index.list_hits(index, scores, rows), strict=True)
@@ -190,13 +180,8 @@ def _parse_arguments(argv: Sequence[str]) -> argparse.Namespace:
     add("--store", type=Path, required=True, metavar="FOLDER", help=store)
     questions = "questions whose best three documents are shown; without any, they are typed"
     add("questions", nargs="*", metavar="QUESTION", help=questions)
-    add(
-        "--queries",
-        type=Path,
-        metavar="PATH",
-        help="write a run for the queries of a file: jsonl, tsv (id, text), DPR's .qa.csv, or a "
-        "BEIR folder",
-    )
+    queries = "write a run for these queries: jsonl, tsv (id, text), DPR's .qa.csv, a BEIR folder"
+    add("--queries", type=Path, metavar="PATH", help=queries)
     add("--split", help="of a BEIR folder: only queries with judgements in this split")
     output = "file of the run, beside which RUN.trec.json is written; default: %(default)s"
     add("--output", type=Path, default=Path("run.trec"), metavar="RUN.trec", help=output)
@@ -211,19 +196,13 @@ def _parse_arguments(argv: Sequence[str]) -> argparse.Namespace:
     )
     index_file = "memory-map the index in this file; if there is none, build and write it"
     add("--index_file", type=Path, metavar="PATH", help=index_file)
-    add(
-        "--no_recall",
-        action="store_true",
-        help="do not measure the recall of an approximate index, which reads the whole store",
-    )
+    no_recall = "do not measure the recall of an approximate index, which reads the whole store"
+    add("--no_recall", action="store_true", help=no_recall)
     args = parser.parse(argv)
     if args.queries is not None and args.questions:
         raise ConfigError("--queries with a QUESTION: give one of them")
     if not 0.0 <= (args.bm25_weight or 0.0) <= 1.0:
         raise ConfigError(f"--bm25_weight must be between 0 and 1, not {args.bm25_weight:g}")
     if args.index_file and args.index == "Flat":
-        raise ConfigError(
-            "--index Flat searches the store itself and needs no file: "
-            "leave --index_file out, or name another --index"
-        )
+        raise ConfigError("--index_file: --index Flat has no file; leave one out")
     return args

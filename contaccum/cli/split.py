@@ -52,6 +52,7 @@ def _parse_arguments(argv: Sequence[str]) -> argparse.Namespace:
         "Hold out dev and test sets from training data. Training records that share a text with "
         "them are left out of train.jsonl.",
         "corpus_columns",
+        "data_columns",
         "on_bad_record",
         "no_progress",
         usage="contaccum split DATA DIR [OPTIONS]",
@@ -62,19 +63,12 @@ def _parse_arguments(argv: Sequence[str]) -> argparse.Namespace:
     add("output", type=Path, metavar="DIR", help=output)
     add("--corpus", metavar="PATH", help="documents; dev and test are searched in all of them")
     parser.add_held_out_options()
-    add(
-        "--documents",
-        type=int,
-        default=defaults.documents,
-        metavar="N",
-        help="minimum number of documents in each of dev and test, if there is neither --corpus "
-        "nor a BEIR folder with its own; default: %(default)s",
-    )
+    least = "least number of documents of dev and of test, without a corpus; default: %(default)s"
+    add("--documents", type=int, default=defaults.documents, metavar="N", help=least)
     seed = "random seed of the split; default: %(default)s"
     add("--seed", type=int, default=defaults.seed, help=seed)
     fold = "fold of cross-validation; the test queries of folds are disjoint; default: %(default)s"
     add("--fold", type=int, default=defaults.fold, metavar="K", help=fold)
-    parser.add_data_options()
     add(
         "--split",
         default="train",

@@ -50,15 +50,11 @@ def read_vectors(
 ) -> Iterator[Passage]:
     """Yield the id, title and text of each row of a side; title and text may be blank.
 
-    A row without an id has its number as the id. Memory holds one batch of rows.
+    A row without an id has its number as the id. Memory holds one batch of rows. The vector of each
+    row, float32 (d,), is appended to ``vectors``.
 
-    Args:
-        report: receives the counts of used and bad rows. A bad row has no name, the id of another
-            row, or a vector that cannot be compared with the others.
-        vectors: the vector of each row is appended, float32 (d,).
-
-    Raises:
-        DataError: for a file that cannot be read, or a bad row under "stop".
+    A bad row has no name, the id of another row, or a vector that cannot be compared with the
+    others. It is counted, or raises `DataError` under "stop", as does a file that cannot be read.
     """
     ids: set[str] = set()
     dimension = 0

@@ -5,10 +5,9 @@ Wrong settings are refused before the first text of a data set is encoded.
 
 from __future__ import annotations
 
-import logging
 import os
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -16,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 from contaccum.data import CQADUPSTACK_FORUMS, PUBLIC_NAMES, BeirDataset, get_default_split
 from contaccum.data.beir import get_set_name, is_beir_folder, load_beir_folder, resolve_beir_data
 from contaccum.data.rows import OnBadRecord, RecordReport
-from contaccum.errors import ConfigError, DataError
+from contaccum.errors import ConfigError, DataError, warn_once
 from contaccum.evaluation.metrics import (
     DEFAULT_K_VALUES,
     ignored_judgements,
@@ -31,9 +30,6 @@ if TYPE_CHECKING:
     from sentence_transformers import SentenceTransformer
 
     from contaccum.encoders.settings import Kind
-
-
-logger = logging.getLogger(__name__)
 
 
 def describe_data(dataset: BeirDataset) -> dict[str, Any]:
@@ -63,10 +59,14 @@ def load_data(
 
     Args:
         split: split of the judgements; None: the default split of the data set.
-        on_bad_record: "stop" or "skip" at a record that cannot be used.
+        on_bad_record: "stop", or "skip" records that cannot be used; a warning counts them.
     """
     split = split or get_default_split(source)
-    return load_beir_folder(resolve_beir_data(source), split, RecordReport(on_bad_record))
+    report = RecordReport(on_bad_record)
+    dataset = load_beir_folder(resolve_beir_data(source), split, report)
+    if report.reported:
+        warn_once(report.summary())
+    return dataset
 
 
 def evaluate_beir(
@@ -85,10 +85,7 @@ def evaluate_beir(
         model_name: name of the model in the record.
         embeddings: see `FaissSearcher`.
         settings: index, index_parameters, batch_size and precision of `FaissSearcher`; similarity,
-            "cos" or "dot" (the model's own, or cosine, if there is none).
-
-    Raises:
-        ConfigError: a setting is out of range, or does not fit the model or the data.
+            "cos" or "dot" (None: see `get_similarity`). Wrong ones raise `ConfigError`.
     """
     from contaccum.retrieval.search import FaissSearcher
 
@@ -144,7 +141,6 @@ def evaluate_once(
     k_values: Sequence[int],
     model_name: str,
     show_progress: bool = True,
-    print_line: Callable[[str], None] = print,
     **settings: Any,
 ) -> dict[str, Any]:
     """Return the record in a file, or evaluate by `evaluate_beir` and write it.
@@ -155,7 +151,7 @@ def evaluate_once(
         record = read_result(file)
         plan = _plan(model, dataset, k_values, model_name, **settings)
         if record.get("identity") == plan["identity"]:
-            print_line(f"kept: {file} (same model, data and settings)")
+            print(f"kept: {file} (same model, data and settings)")
             return record
     result = evaluate_beir(model, dataset, k_values, model_name, show_progress, **settings)
     return write_result(result, file)
@@ -168,7 +164,6 @@ def score_beir_run(
 
     Raises `DataError` for a run that has results for none of the judged queries.
     """
-    max_k = max(k_values)
     judged_run = {query: dict(run[query]) for query in dataset.qrels if query in run}
     if not judged_run:
         raise DataError(
@@ -176,33 +171,20 @@ def score_beir_run(
             "and the data have the same query ids)"
         )
     warn_of_ignored_judgements(dataset.qrels, dataset.name)
-    most_hits = max(map(len, judged_run.values()))
-    if most_hits < min(max_k, len(dataset.corpus)):
-        logger.warning(
-            f"{name}: has at most {most_hits} results for a query of {dataset.name}: metrics at "
-            "larger cut-offs count all other documents as not found"
-        )
     metrics, per_query = score_run(dataset.qrels, judged_run, k_values)
     data = describe_data(dataset)
     data["queries_without_results"] = len(dataset.qrels) - len(judged_run)
     return EvaluationResult(
-        metrics, per_query, judged_run, data, model={"name": name}, search={"k": max_k}
+        metrics, per_query, judged_run, data, model={"name": name}, search={"k": max(k_values)}
     )
 
 
 def evaluation_sets(data: Sequence[str]) -> dict[str, str]:
-    """Return the data sets that the values of ``--data`` stand for.
+    """Return {label: folder or public name, for `load_data`} of the values of ``--data``.
 
-    Args:
-        data: folders and public names. "beir" stands for all public sets; "cqadupstack", or a
-            folder with its twelve parts, stands for these parts.
-
-    Returns:
-        {label: folder or public name, for `load_data`}. A label is the name of the set or of its
-        folder; of several with the same name, labels of folders are such as "scifact/dev".
-
-    Raises:
-        ConfigError: a set is named twice.
+    "beir" stands for all public sets; "cqadupstack", or a folder with its twelve parts, for these
+    parts. A label is the name of the set or of its folder; of several with the same name, labels of
+    folders are such as "scifact/dev". A set that is named twice raises `ConfigError`.
     """
     named_sources: list[tuple[str, str]] = []  # (label, folder or public name)
     for item in data:
@@ -210,10 +192,11 @@ def evaluation_sets(data: Sequence[str]) -> dict[str, str]:
         is_all_of_beir = item == "beir" and not is_beir_folder(item)
         for name in PUBLIC_NAMES if is_all_of_beir else [item]:
             folder = os.path.expanduser(name)
-            parts = {f"cqadupstack/{forum}": forum for forum in CQADUPSTACK_FORUMS}
-            part_folders = {label: os.path.join(folder, forum) for label, forum in parts.items()}
-            if all(map(is_beir_folder, part_folders.values())):
-                named_sources.extend(part_folders.items())
+            parts = {
+                f"cqadupstack/{forum}": os.path.join(folder, forum) for forum in CQADUPSTACK_FORUMS
+            }
+            if all(map(is_beir_folder, parts.values())):
+                named_sources.extend(parts.items())
             elif name == "cqadupstack":
                 named_sources.extend((label, label) for label in parts)
             else:

@@ -76,18 +76,15 @@ def evaluate_endpoint(
 ) -> EvaluationResult:
     """Evaluate the servers of a model's queries and documents, and compare them with the model.
 
+    The result is that of the servers; its ``endpoint`` is the comparison. A server that is missing,
+    or gives no embeddings of the model, raises `UserError`.
+
     Args:
         url, query_url: the server of the documents, and that of the queries if the model has two
             towers; see `embed`.
         served_model: name of the model in requests; None: ``model_name``.
         batch_size: texts per request, and per forward pass of the model.
         model_name, precision, show_progress, settings: further arguments of `evaluate_beir`.
-
-    Returns:
-        The result of the servers. Its ``endpoint`` is the comparison with the model.
-
-    Raises:
-        UserError: a server is missing, or gives no embeddings of the model.
     """
     if query_url is None and not is_tied(model):
         raise ConfigError(
@@ -97,18 +94,19 @@ def evaluate_endpoint(
     by_server: dict[Kind, np.ndarray] = {}
     by_model: dict[Kind, np.ndarray] = {}
     samples = []
-    kinds: list[tuple[Kind, str, list[str]]] = [
-        ("query", query_url or url, list(dataset.queries.values())),
-        ("document", url, get_passage_texts(dataset.corpus)),
-    ]
     served_model = served_model or model_name
-    for kind, url, texts in kinds:
+    texts_of_kind: dict[Kind, list[str]] = {
+        "query": list(dataset.queries.values()),
+        "document": get_passage_texts(dataset.corpus),
+    }
+    for kind, texts in texts_of_kind.items():
+        server = query_url if kind == "query" and query_url else url
         with_prompt = [get_prompt(model, kind) + text for text in texts]
-        served = embed(url, with_prompt, served_model, batch_size, show_progress)
+        served = embed(server, with_prompt, served_model, batch_size, show_progress)
         expected = encode_texts(model, texts, kind, batch_size, precision, show_progress)
         if served.shape != expected.shape:
             raise UserError(
-                f"{url}: embeddings of shape {served.shape} instead of {expected.shape}: serve "
+                f"{server}: embeddings of shape {served.shape} instead of {expected.shape}: serve "
                 "MODEL, or name the served model as MODEL"
             )
         rows = slice(None, None, math.ceil(len(served) / _MAX_COMPARED))
@@ -116,7 +114,7 @@ def evaluate_endpoint(
         sample: dict[str, Any] = {
             "texts": kind,
             "number": len(cosines),
-            "url": redact(url),
+            "url": redact(server),
             "served_model": served_model,
             "median_cosine": float(np.median(cosines)),
             "least_cosine": float(cosines.min()),

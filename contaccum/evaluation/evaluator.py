@@ -35,7 +35,8 @@ _Value = TypeVar("_Value")
 class RetrievalEvaluator(SentenceEvaluator):
     """Evaluator of a model on a BEIR data set, in memory, by exact search.
 
-    The model runs in the precision that is in force, such as a trainer's bf16.
+    The model runs in the precision that is in force, such as a trainer's bf16. A metric that does
+    not exist raises `ConfigError`.
 
     Args:
         dataset: data set to score on; `sample` returns smaller ones.
@@ -46,12 +47,9 @@ class RetrievalEvaluator(SentenceEvaluator):
         notes: further entries for the record of the data.
 
     Attributes:
-        documents: documents whose stored embeddings are used; each search checks that its model has
-            encoded the store. None (the default): the model encodes the documents in each call.
+        documents: documents whose stored embeddings are used, if the model has encoded the store.
+            None (the default): the model encodes the documents in each call.
         query_scores: {query id: score by the primary metric} of the last scoring.
-
-    Raises:
-        ConfigError: a metric does not exist.
 
     Example:
         ```python
@@ -120,10 +118,7 @@ class RetrievalEvaluator(SentenceEvaluator):
         return searcher.search(self.dataset.corpus, self.dataset.queries, max_k, self.similarity)
 
     def search_bm25(self) -> Run:
-        """Find as many documents by BM25, none if `documents` have no texts.
-
-        A warning says so if none of them is relevant for any query.
-        """
+        """Find as many documents by BM25; none without texts. Warn if it finds no relevant one."""
         from contaccum.retrieval.bm25 import bm25_run
 
         if self.documents is not None and not self.documents.has_texts:
@@ -163,10 +158,11 @@ class RetrievalEvaluator(SentenceEvaluator):
         embeddings: Embeddings = documents.store
         if not np.array_equal(text_ids(texts), documents.store.text_ids()):
             embeddings = np.empty((len(texts), documents.dimension), dtype=np.float32)
-            is_missing = ~documents.contains(text_ids(texts))
-            missing_texts = [texts[index] for index in np.flatnonzero(is_missing)]
-            embeddings[is_missing] = encode_texts(model, missing_texts, batch_size=self.batch_size)
-            embeddings[~is_missing] = documents.find_embeddings(texts)[1]
+            found, found_embeddings = documents.find_embeddings(texts)
+            embeddings[found] = found_embeddings
+            missing = np.setdiff1d(np.arange(len(texts)), found)
+            missing_texts = [texts[index] for index in missing]
+            embeddings[missing] = encode_texts(model, missing_texts, batch_size=self.batch_size)
         self._fixed_embeddings = (documents, embeddings)
         return embeddings
 
@@ -184,14 +180,13 @@ class RetrievalEvaluator(SentenceEvaluator):
 def sample(
     dataset: BeirDataset, queries: int | None = None, corpus: int | None = None
 ) -> BeirDataset:
-    """Return a part of a data set; the same arguments always return the same part.
+    """Return a part of a data set: those whose ids have the smallest hashes, so always the same.
 
     Args:
-        queries: number of judged queries to keep: those whose ids have the smallest hashes; None:
-            all.
-        corpus: number of documents to keep. All relevant documents of the kept queries are among
-            them, even if they are more; the others are those whose ids have the smallest hashes.
-            Judgements of documents that are left out are left out too. None: all.
+        queries: number of judged queries to keep; None: all.
+        corpus: number of documents to keep; None: all. All relevant documents of the kept queries
+            are among them, even if they are more. Judgements of documents that are left out are
+            left out too.
     """
     has_all_queries = queries is None or queries >= len(dataset.queries)
     has_all_documents = corpus is None or corpus >= len(dataset.corpus)

@@ -28,7 +28,7 @@ from contaccum.data.rows import (
     read_lines,
     split_cells,
 )
-from contaccum.errors import DataError, quoted
+from contaccum.errors import DataError, quoted, warn_once
 from contaccum.evaluation import metrics
 from contaccum.files import atomic_file, provenance, read_json
 from contaccum.redaction import redact
@@ -166,9 +166,8 @@ def _encode_id(identifier: str) -> str:
 def read_trec_run(path: str | os.PathLike[str], on_bad_record: OnBadRecord = "stop") -> Run:
     """Read a run of any system, plain or gzip. As in trec_eval, scores and not ranks decide.
 
-    Raises:
-        DataError: the file cannot be used, or, under "stop", a line does not have six columns, its
-            score is not a finite number, or it repeats a document of its query.
+    Under "skip", a warning counts the lines that are left out. Under "stop", `DataError` is raised
+    for a line without six columns, a score that is no finite number, and a repeated document.
     """
     report = RecordReport(on_bad_record)
     run: Run = {}
@@ -185,6 +184,8 @@ def read_trec_run(path: str | os.PathLike[str], on_bad_record: OnBadRecord = "st
 
     for query, document, score in parse_rows(path, read_lines(path), parse_line, report):
         run.setdefault(query, {})[document] = score
+    if report.reported:
+        warn_once(report.summary())
     return run
 
 
@@ -231,12 +232,8 @@ def make_table(
 ) -> dict[str, Any]:
     """Return the table of several sets, as the JSON file holds it.
 
-    If all twelve parts of CQADupStack are there, one row is their mean.
-
-    Args:
-        files: {label of a set: file of its record}.
-        records: {label of a set: its record}, of one model and the same settings.
-        shown: metrics that `sets_table` shows.
+    ``files`` and ``records`` have the label of each set as key, and the same model and settings;
+    ``shown`` are the metrics for `sets_table`. All twelve parts of CQADupStack become one row.
     """
     rows: list[Row] = []
     parts: list[Row] = []
@@ -291,14 +288,10 @@ def _mean_metrics(rows: Sequence[Row]) -> dict[str, float]:
 
 
 def read_previous(path: Path, metric: str) -> dict[str, Scores]:
-    """Return {fingerprint of a data set: {query id: score}} of an earlier result.
+    """Return {fingerprint of a data set: {query id: score by a metric}} of an earlier result.
 
-    Args:
-        path: a record, or a table of several sets, whose records lie beside it.
-        metric: name of the metric to read.
-
-    Raises:
-        DataError: the file is not a result, or lacks the metric.
+    It is a record, or a table of several sets, whose records lie beside it. A file that is no
+    result, or lacks the metric, raises `DataError`.
     """
     content = read_json(path)
     files = [path]
@@ -319,39 +312,23 @@ def read_previous(path: Path, metric: str) -> dict[str, Scores]:
     return previous
 
 
-def compare(
-    metric: str,
-    ours: Mapping[str, Scores],
-    theirs: Mapping[str, Scores],
-    groups: Mapping[str, Mapping[str, int]],
-) -> dict[str, Any]:
-    """Return the comparison of this evaluation with an earlier result, as the JSON file holds it.
+def compare(label: str, ours: Scores, theirs: Scores, groups: Mapping[str, int]) -> dict[str, Any]:
+    """Return the comparison of this evaluation of a set with an earlier one, as the file holds it.
 
-    A row has means, the result of `sign_flip_test` with Holm's correction over the sets, and the
-    numbers of wins, ties and losses; all are from the side of ``ours``.
-
-    Args:
-        ours, theirs: {label: {query id: score}} of this evaluation and of the earlier result, whose
-            sets are compared.
-        groups: {label: {query id: its group}}.
+    It has means, the result of `sign_flip_test`, and the numbers of wins, ties and losses, from the
+    side of ``ours``.
     """
-    rows = []
-    for label, their_scores in theirs.items():
-        our_scores = ours[label]
-        differences = [score - their_scores[query] for query, score in our_scores.items()]
-        row = {
-            "data": label,
-            "queries": len(our_scores),
-            "ours": fmean(our_scores.values()),
-            "earlier": fmean(their_scores.values()),
-            **metrics.sign_flip_test(our_scores, their_scores, groups[label]),
-            "wins": sum(difference > _TIE for difference in differences),
-            "ties": sum(abs(difference) <= _TIE for difference in differences),
-            "losses": sum(difference < -_TIE for difference in differences),
-        }
-        rows.append(row)
-    metrics.add_holm(rows)
-    return {"metric": metric, "rows": rows}
+    differences = [score - theirs[query] for query, score in ours.items()]
+    return {
+        "data": label,
+        "queries": len(ours),
+        "ours": fmean(ours.values()),
+        "earlier": fmean(theirs.values()),
+        **metrics.sign_flip_test(ours, theirs, groups),
+        "wins": sum(difference > _TIE for difference in differences),
+        "ties": sum(abs(difference) <= _TIE for difference in differences),
+        "losses": sum(difference < -_TIE for difference in differences),
+    }
 
 
 def check_requirement(
@@ -359,36 +336,34 @@ def check_requirement(
 ) -> tuple[bool, str]:
     """Return whether a row of `compare` meets a requirement, and a line about it.
 
-    If too few groups have changed to tell (see `judge`), neither requirement is met. But a result
-    that is equal on every query is not worse.
+    If too few groups have changed to tell (see `judge`), neither is met. But a result that is equal
+    on every query is not worse.
     """
     word = metrics.judge(row)
     has_changed = row["wins"] + row["losses"] > 0
     if has_changed and row["changed_groups"] < metrics.MIN_CHANGED_GROUPS:
-        is_met = False
         title = "CANNOT TELL"
     elif requirement == "better":
-        is_met = word == metrics.BETTER
-        title = "BETTER" if is_met else "NOT BETTER"
+        title = "BETTER" if word == metrics.BETTER else "NOT BETTER"
     else:
-        is_met = word != metrics.WORSE
-        title = "NOT WORSE" if is_met else "WORSE"
+        title = "WORSE" if word == metrics.WORSE else "NOT WORSE"
     queries = f"{row['queries']:,} queries"
     if row["groups"] < row["queries"]:
         queries += f" of {row['groups']:,} passages"
     difference = metrics.describe_difference(
         metric, row["earlier"], row["ours"], f"{queries} of {row['data']}", row
     )
-    return is_met, f"{title}: {difference}" + ("" if has_changed else "; no score has changed")
+    line = f"{title}: {difference}" + ("" if has_changed else "; no score has changed")
+    return title in ("BETTER", "NOT WORSE"), line
 
 
-def comparison_table(comparison: Mapping[str, Any]) -> str:
-    """Return the Markdown table of a comparison that `compare` made, with notes."""
+def comparison_table(rows: Sequence[Row]) -> str:
+    """Return the Markdown table of what `compare` and `add_holm` have found, with notes."""
     names = ["data", "queries", "groups", "ours", "earlier"]
     counts = ["wins", "ties", "losses"]
     cells = []
     notes = []
-    for row in comparison["rows"]:
+    for row in rows:
         cells.append([row[name] for name in names])
         cells[-1] += [f"{row['difference']:+.4f}", metrics.describe_interval(row, 4)]
         for p_value in (row["p_value"], row["p_holm"]):

@@ -39,7 +39,7 @@ from contaccum.experiments.candidates import (
 from contaccum.experiments.folds import Pairs
 from contaccum.experiments.request import format_duration
 from contaccum.experiments.run import TRAINING_FOLDER, Job
-from contaccum.files import atomic_folder, read_json, write_json, write_text
+from contaccum.files import atomic_folder, write_text
 from contaccum.retrieval.documents import StoreDocuments
 from contaccum.retrieval.encode import encoding_identity
 from contaccum.retrieval.store import EmbeddingStore, StoreWriter
@@ -47,7 +47,6 @@ from contaccum.training.proposal import make_base_settings, propose_settings
 from contaccum.training.setup import load_encoder
 
 _MAX_ALIGNED = 2000  # documents by which the vectors of a new model are mapped to given ones
-_PREPARED_FILE = "prepared.json"
 _ROWS_PER_SHARD = 8192  # memory holds a shard; with 1,536 dimensions it has 50 MB
 
 
@@ -85,18 +84,13 @@ def load_vectors(
 ) -> tuple[DualEncoder, StoreDocuments, Pairs]:
     """Read the user's vectors and match the pairs with them, unless an earlier start has done so.
 
-    Each query and passage of the pairs is an id of the vectors, or a text. Everything is written to
-    a folder of the job, at once when it is complete.
-
-    Args:
-        sides: ("documents",) if a new model encodes the queries, which then are texts.
+    Each query and passage of the pairs is an id of the vectors, or a text; others, and vectors that
+    cannot be used, raise `DataError`. Everything is written to a folder of the job, at once when it
+    is complete. ``sides`` are ("documents",) if a new model encodes the queries.
 
     Returns:
         The model that looks the vectors up; the vectors of the documents; and the pairs with the
         texts of the rows, whose corpus is the documents.
-
-    Raises:
-        DataError: for vectors that cannot be used, and pairs without vectors.
     """
     tables = {side: VectorTable() for side in SIDES}
     routes: list[list[Any]] = [[tables[side]] for side in SIDES]
@@ -111,20 +105,19 @@ def load_vectors(
             texts = _read_texts(pairs, report)
             identity = encoding_identity(base, "float32", "float32", _ROWS_PER_SHARD)
             text_of = {}
-            has_texts = True
             for side in sides:
                 writer = StoreWriter(new_folder / side, identity, {"model_name": str(vectors)})
-                text_of[side], corpus, has_text = _write_side(
+                text_of[side], corpus = _write_side(
                     writer, vectors, texts.get(side, {}), report, keeps_texts
                 )
-                has_texts = has_texts and has_text
-            dimensions = [EmbeddingStore.open(new_folder / side).shape[1] for side in sides]
+            stores = [EmbeddingStore.open(new_folder / side) for side in sides]
+            dimensions = [store.shape[1] for store in stores]
             if len(set(dimensions)) > 1:
                 raise DataError(
                     f"{vectors}: queries have {dimensions[0]:,} dimensions, and documents "
                     f"{dimensions[1]:,} (give vectors of one model)"
                 )
-            if not has_texts and len(sides) == 1:
+            if len(sides) == 1 and not stores[0].metadata["has_texts"]:
                 raise DataError(
                     f"{vectors}: the documents have only ids, and a new model needs their texts "
                     "(give --corpus with the same ids)"
@@ -132,14 +125,13 @@ def load_vectors(
             if not keeps_texts:
                 write_text(new_folder / TRAIN_FILE, _match_pairs(pairs, vectors, text_of, report))
                 write_text(new_folder / CORPUS_FILE, corpus)  # of the documents, the last side
-            write_json(new_folder / _PREPARED_FILE, {"has_texts": has_texts})
         if report.reported:
             job.print_line(report.summary())
-    for side in sides:
-        tables[side].vectors = StoreDocuments(EmbeddingStore.open(folder / side))
-    documents = tables["documents"].vectors
-    assert documents is not None
-    documents.has_texts = read_json(folder / _PREPARED_FILE)["has_texts"]
+    read = {side: StoreDocuments(EmbeddingStore.open(folder / side)) for side in sides}
+    for side, side_vectors in read.items():
+        tables[side].vectors = side_vectors
+    documents = read["documents"]
+    documents.has_texts = all(each.store.metadata["has_texts"] for each in read.values())
     shown = f"{vectors}: {len(documents):,} documents of {documents.dimension:,} dimensions"
     if not documents.has_texts:
         shown += "; without texts, BM25 and near-duplicates are not searched"
@@ -169,29 +161,24 @@ def _write_side(
     texts: Mapping[str, Passage],
     report: RecordReport,
     keeps_texts: bool,
-) -> tuple[dict[str, str], list[str], bool]:
-    """Write the store of a side, which has the name of its folder.
+) -> tuple[dict[str, str], list[str]]:
+    """Write the store of a side, which has the name of its folder, and notes if it has texts.
 
-    Args:
-        texts: by id, for rows that have no text in their file.
-        keeps_texts: True: a row with a blank text keeps it.
-
-    Returns:
-        {id or text of a row: its text in the store}; the rows as lines of a corpus; and False if
-        they have only ids.
+    ``texts``, by id, are for rows that have none in their file; a row without any gets one, unless
+    ``keeps_texts``. Returned are {id or text of a row: its text in the store}, and the rows as
+    lines of a corpus.
     """
     arrays: list[np.ndarray] = []  # vectors that are read, but not yet written
     by_id: dict[str, str] = {}
     by_text: dict[str, str] = {}
     lines: list[str] = []
-    has_texts = False
+    writer.notes["has_texts"] = False
 
     def list_passages() -> Iterator[Passage]:
-        nonlocal has_texts
         for row in read_vectors(vectors, writer.folder.name, report, arrays):
             row = row if row.passage else texts.get(row.id, row)
             if row.passage:
-                has_texts = True
+                writer.notes["has_texts"] = True
             elif not keeps_texts:
                 # The hash keeps ids apart that are nearly equal, such as chunk-17 and chunk-18.
                 digest = hashlib.sha256(row.id.encode()).hexdigest()[:32]
@@ -208,7 +195,7 @@ def _write_side(
         return embeddings
 
     writer.fill(list_passages(), take)
-    return {**by_text, **by_id}, lines, has_texts
+    return {**by_text, **by_id}, lines
 
 
 def _match_pairs(

@@ -81,13 +81,8 @@ def fuse_runs(
     has a score of 0 from it. The other documents follow, with scores below 0 on the same scale; one
     that the other lacks counts as its last.
 
-    Args:
-        run: {query id: {document id: score}} of the encoder.
-        bm25: the same of BM25; queries may be missing.
-        bm25_weight: the weight of BM25, from 0 to 1; the encoder has the rest.
-
-    Returns:
-        {query id: {document id: score}}, best documents first.
+    Both runs and the result, best documents first, are {query id: {document id: score}}; BM25 may
+    lack queries. Its weight is from 0 to 1, and the encoder has the rest.
     """
     fused = {}
     for query_id, scores in run.items():
@@ -156,9 +151,7 @@ def search(
 ) -> dict[str, dict[str, float]]:
     """Return {query id: {document id: score}}, the best documents that share a word, best first.
 
-    Args:
-        get_ids: returns the document ids of some rows of the index, such as `EmbeddingStore.ids`.
-        queries: {query id: text}.
+    ``get_ids`` returns the document ids of some rows of the index, as `EmbeddingStore.ids` does.
     """
     run = {}
     for query_id, scores in zip(queries, score_queries(index, queries.values()), strict=True):
@@ -170,11 +163,8 @@ def search(
 def write_index(store: EmbeddingStore, show_progress: bool = False) -> Path:
     """Write a BM25 index of the texts of a store to its folder ``bm25``, and return the folder.
 
-    Nothing is done if the folder exists: it appears when it is complete.
-
-    Raises:
-        DataError: the store holds no texts, or none has a word.
-        UserError: the disk is full or cannot be written to.
+    Nothing is done if the folder exists: it appears when it is complete. `UserError`: the store
+    holds no texts, none has a word, or the disk is full or cannot be written to.
     """
     folder = store.folder / BM25_FOLDER
     if not folder.exists():

@@ -50,10 +50,9 @@ class StoreDocuments:
     """Documents of a store, followed by documents that were appended in memory.
 
     With cosine similarity, `get_embeddings` returns L2-normalised embeddings, and `blocks` yields
-    the stored embeddings together with 1 / their L2 norms.
+    the stored ones with 1 / their L2 norms.
 
     Attributes:
-        similarity: "cos" or "dot".
         dimension: d, dimension of the embeddings.
         has_texts: False if ids stand for the texts, so that BM25 cannot search them.
     """
@@ -61,7 +60,7 @@ class StoreDocuments:
     def __init__(self, store: EmbeddingStore) -> None:
         self.store = store
         self.has_texts = True
-        self.similarity: str = store.similarity
+        self.similarity = store.similarity
         self.dimension: int = store.shape[1]
         self._appended = np.empty((0, self.dimension), dtype=np.float32)
         self._text_ids = store.text_ids()
@@ -94,7 +93,7 @@ class StoreDocuments:
 
     def add(self, texts: Sequence[str], embeddings: np.ndarray) -> None:
         """Append documents: k texts and their embeddings, float32 (k, d)."""
-        self._appended = np.concatenate([self._appended, embeddings.astype(np.float32, copy=False)])
+        self._appended = np.concatenate([self._appended, embeddings])
         self._text_ids = np.concatenate([self._text_ids, text_ids(texts)])
         self._lookup = _Lookup(self._text_ids)
         self._on_device = {}
@@ -163,10 +162,8 @@ class StoreDocuments:
 class PositiveRows:
     """Table of the rows of each query's known positives.
 
-    Args:
-        documents: the documents, among which positives are looked up.
-        query_ids, positive_ids: int64 (p,), hashes of the texts of the known (query, positive)
-            pairs. A pair whose positive is not among the documents is left out.
+    ``query_ids`` and ``positive_ids``, int64 (p,), are hashes of the texts of known pairs. A pair
+    whose positive is not among the documents is left out.
     """
 
     def __init__(
@@ -177,14 +174,10 @@ class PositiveRows:
         self._lookup = _Lookup(query_ids[pair_indices])
 
     def label_batch(self, queries: Sequence[str], positives: Sequence[str]) -> Tensor:
-        """Return the rows of each query's known positives, given its positive in this batch.
+        """Return the rows of the known positives of n queries, int64 (n, w), padded with `NO_ROW`.
 
-        Returns:
-            int64 (n, w), with w the largest number of rows of a query: the row of the positive in
-            this batch, then the rows of other known positives and copies, padded with `NO_ROW`.
-
-        Raises:
-            DataError: a positive is not among the documents.
+        The first is that of the positive in this batch; then come those of other known positives
+        and of copies. A positive that is not among the documents raises `DataError`.
         """
         labels = []
         known_pairs = self._lookup.find_each(text_ids(queries))

@@ -12,7 +12,7 @@ from collections import Counter
 from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 import numpy as np
 import torch
@@ -35,9 +35,7 @@ from contaccum.encoders.settings import (
 )
 from contaccum.errors import UserError, check_choice, quoted
 from contaccum.files import AnyPath, Fingerprint
-from contaccum.retrieval.store import STORE, TOKENISATION, EmbeddingStore, StoreWriter
-
-Similarity = Literal["cos", "dot"]
+from contaccum.retrieval.store import STORE, TOKENISATION, EmbeddingStore, Similarity, StoreWriter
 
 # BEIR's and sentence-transformers' names of the two similarities that an inner product can compute.
 _SIMILARITIES: dict[str, Similarity] = {
@@ -63,7 +61,7 @@ def encode_texts(
 ) -> np.ndarray:
     """Encode k texts with a SentenceTransformer, by `encode_query` or `encode_document`.
 
-    Equal texts have equal embeddings to the last bit.
+    Equal texts have equal embeddings to the last bit. NaN or infinity raises `UserError`.
 
     Args:
         batch_size: texts per forward pass; on a CPU, a value above 8 counts as 8.
@@ -72,15 +70,10 @@ def encode_texts(
 
     Returns:
         float32 (k, d), not normalised unless the model normalises.
-
-    Raises:
-        UserError: the model returns NaN or infinity; the message quotes the text.
     """
     if len(texts) == 0:
         return np.empty((0, model.get_embedding_dimension() or 0), dtype=np.float32)
-    encode = model.encode_document
-    if kind == "query":
-        encode = model.encode_query
+    encode = model.encode_query if kind == "query" else model.encode_document
     if model.device.type == "cpu":
         batch_size = min(batch_size, _MAX_CPU_BATCH_SIZE)
     autocast: AbstractContextManager[object] = nullcontext()
@@ -91,13 +84,16 @@ def encode_texts(
     unique_texts = sorted(dict.fromkeys(texts), key=len, reverse=True)
     part_size = _BATCHES_PER_PART * batch_size
     encoded = []
-    num_texts = len(unique_texts)
     progress = tqdm(
-        total=num_texts, desc="Encoding", unit=" texts", leave=False, disable=not show_progress
+        total=len(unique_texts),
+        desc="Encoding",
+        unit=" texts",
+        leave=False,
+        disable=not show_progress,
     )
     # encode() would leave a model without dropout, also in a training loop.
     with without_dropout(model), autocast, progress:
-        for start in range(0, num_texts, part_size):
+        for start in range(0, len(unique_texts), part_size):
             part = unique_texts[start : start + part_size]
             encoded.append(encode(part, batch_size=batch_size, show_progress_bar=False))
             progress.update(len(part))
@@ -105,10 +101,10 @@ def encode_texts(
     is_finite = np.isfinite(embeddings).all(axis=1)
     if not is_finite.all():
         text = unique_texts[int(is_finite.argmin())]
-        remedy = "check the model's weights"
-        if precision != "float32":
-            remedy = "encode with precision float32"
-        raise UserError(f"the model gives NaN or infinity for the {kind} {quoted(text)} ({remedy})")
+        raise UserError(
+            f"the model gives NaN or infinity for the {kind} {quoted(text)} (check the model's "
+            "weights, or encode with precision float32)"
+        )
     row_of_text = {text: row for row, text in enumerate(unique_texts)}
     return embeddings[[row_of_text[text] for text in texts]]
 
@@ -128,8 +124,7 @@ def encoding_identity(
 ) -> dict[str, Any]:
     """Return the ``identity`` of a store: the settings and weights that decide its embeddings.
 
-    Of the model, it has the document tower alone: a store stays valid when only the query tower is
-    trained. See `CorpusEncoder` for the arguments.
+    Of the model, it has the document tower alone: query-side training leaves a store valid.
     """
     return {
         "kind": "document",
@@ -170,10 +165,9 @@ def hash_tensors(tensors: Mapping[str, torch.Tensor]) -> str:
 
 
 def tokenisation_fingerprint(model: SentenceTransformer, kind: Kind | None = None) -> str:
-    """Return the sha256, in hex, of all settings, beside the weights, that decide embeddings.
+    """Return the sha256, in hex, of what decides embeddings beside the weights.
 
-    These are tokenisers, prompts, maximum lengths, pooling and truncation of embeddings, for one
-    kind of texts or both.
+    This is tokenisers, prompts, maximum lengths, pooling and truncation, for one or both kinds.
     """
     if kind is None:
         kinds: tuple[Kind, ...] = ("query", "document")

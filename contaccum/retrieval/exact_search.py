@@ -17,9 +17,8 @@ from torch import Tensor
 
 from contaccum.bank.full_softmax import DocumentBlock
 from contaccum.errors import UserError
-from contaccum.retrieval.encode import Similarity
 from contaccum.retrieval.products import multiply, without_tf32
-from contaccum.retrieval.store import EmbeddingStore
+from contaccum.retrieval.store import EmbeddingStore, Similarity
 
 Embeddings = np.ndarray | EmbeddingStore
 """Types of embeddings (N, d) that can be searched."""
@@ -46,16 +45,10 @@ def search_slices(
     metric: Similarity,
     show_progress: bool = False,
 ) -> tuple[np.ndarray, np.ndarray]:
-    """Find the k best documents of n queries on the CPU.
+    """Find the k <= N best of N documents, (N, d), for n queries on the CPU, slice by slice.
 
-    Args:
-        corpus: embeddings (N, d) of the documents, of which a slice is in memory as float32.
-        queries: the result of `prepare_vectors`, (n, d).
-        k: number of documents per query, at most N.
-
-    Returns:
-        Scores, float32 (n, k), descending, and rows, int64 (n, k). Documents with equal scores are
-        in any order.
+    Queries (n, d) are the result of `prepare_vectors`. Returned are scores, float32 (n, k),
+    descending, and rows, int64 (n, k); documents with equal scores are in any order.
     """
     import faiss
     from tqdm.auto import tqdm
@@ -110,13 +103,9 @@ def prepare_vectors(
 ) -> np.ndarray:
     """Return n vectors as contiguous float32 (n, d), with "cos" as an L2-normalised copy.
 
-    Args:
-        description, first_row: name and number of the first vector in errors.
-        out: array for the normalised copy, at least (n, d).
-
-    Raises:
-        UserError: a vector or its squares hold NaN or infinity. FAISS would return row -1 for such
-            a vector without an error, which would look like a poor model.
+    ``description`` and ``first_row`` name the first vector in errors; ``out``, at least (n, d),
+    gets the copy. A vector with NaN or infinity, also in its squares, raises `UserError`: FAISS
+    would return row -1 for it, which would look like a poor model.
     """
     vectors = np.ascontiguousarray(vectors, dtype=np.float32)
     norms = np.sqrt(np.einsum("nd,nd->n", vectors, vectors))
@@ -151,10 +140,9 @@ def list_slices(embeddings: Embeddings, metric: Similarity) -> Iterator[tuple[in
 def search_on_devices(
     parts: Sequence[DeviceEmbeddings], queries: np.ndarray, k: int, metric: Similarity
 ) -> tuple[np.ndarray, np.ndarray]:
-    """Find the k best documents of n queries by torch. Each device searches its part.
+    """Find the k best documents of n queries by torch, as `search_slices`; a device has its part.
 
-    `search_slices` describes queries, metric and result. A GPU without memory for the scores of a
-    slice raises torch.OutOfMemoryError.
+    A GPU without memory for the scores of a slice raises torch.OutOfMemoryError.
     """
     with torch.inference_mode(), without_tf32():
         for part in parts:
@@ -205,16 +193,12 @@ class DeviceEmbeddings:
     """
 
     def __init__(
-        self,
-        embeddings: Embeddings,
-        device: torch.device,
-        first_row: int = 0,
-        end_row: int | None = None,
+        self, embeddings: Embeddings, device: torch.device, first_row: int, end_row: int
     ) -> None:
         self._embeddings = embeddings
         self.device = device
         self.first_row = first_row
-        self._num_rows = (len(embeddings) if end_row is None else end_row) - first_row
+        self._num_rows = end_row - first_row
         self._dtype = np.dtype("float16" if embeddings.dtype == "float16" else "float32")
         self._rows_per_block = _ROWS_PER_BLOCK_ON_CPU
         if device.type == "cuda":

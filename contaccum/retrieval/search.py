@@ -26,7 +26,7 @@ from contaccum.distributed import world_size
 from contaccum.encoders.settings import Kind
 from contaccum.errors import ConfigError, DataError
 from contaccum.files import AnyPath, atomic_file, read_json, write_json
-from contaccum.retrieval.encode import Similarity, encode_texts, get_similarity
+from contaccum.retrieval.encode import encode_texts, get_similarity
 from contaccum.retrieval.exact_search import (
     DeviceEmbeddings,
     Embeddings,
@@ -35,13 +35,10 @@ from contaccum.retrieval.exact_search import (
     search_on_devices,
     search_slices,
 )
-from contaccum.retrieval.store import EmbeddingStore
+from contaccum.retrieval.store import EmbeddingStore, Similarity
 
 if TYPE_CHECKING:
     import faiss
-
-GetIds = Callable[[np.ndarray], Sequence[str] | np.ndarray]
-"""Function that returns the ids of some rows."""
 
 # Number of results that an exact search returns beyond the k best. If the documents at positions k
 # and k + 1 have equal scores, the ids decide which of them is among the k best.
@@ -97,20 +94,14 @@ class FaissSearcher:
             kwargs: further keywords of BEIR; they are ignored.
 
         Returns:
-            {query id: {document id: score}}, best documents first.
-
-        Raises:
-            ConfigError: the score function is unknown, or the index cannot be built.
+            {query id: {document id: score}}, best documents first. An unknown score function, or an
+            index that cannot be built, raises `ConfigError`.
         """
         metric = get_similarity(self.model, score_function)
         query_embeddings = self._encode("query", list(queries.values()))
         assert isinstance(query_embeddings, np.ndarray)  # only documents may be those of a store
-        # Before the documents are encoded, which may take hours.
-        check_factory(self.index, query_embeddings.shape[1], len(corpus), self.index_parameters)
-        document_embeddings = self._encode("document", get_passage_texts(corpus))
-        index = build_index(
-            document_embeddings, self.index, metric, list(corpus), self.index_parameters
-        )
+        documents = self._encode("document", get_passage_texts(corpus))
+        index = build_index(documents, self.index, metric, list(corpus), self.index_parameters)
         # One more than top_k, because the document with the query's id is dropped.
         scores, rows = search(index, query_embeddings, top_k + 1, self.show_progress_bar)
         self.search_details = {"gpus": len(index.gpus)}
@@ -143,12 +134,11 @@ class DenseIndex:
         ids: function that returns the ids of some rows.
         factory, metric, parameters: see `build_index`.
         faiss_index: the FAISS index; None for "Flat", which searches the embeddings themselves.
-        gpus: devices that search with torch, or with copies of the FAISS index; if there are none,
-            FAISS searches on the CPU. What is copied to them stays there while the index lives.
+        gpus: devices that search instead of the CPU; they keep what is copied to them.
     """
 
     corpus: Embeddings
-    ids: GetIds
+    ids: Callable[[np.ndarray], Sequence[str] | np.ndarray]
     factory: str
     metric: Similarity
     parameters: str | None
@@ -168,10 +158,10 @@ def build_index(
 
     Args:
         embeddings: an array (N, d), or a store. "Flat" copies nothing: the array must not change.
-        factory: FAISS factory string. "Flat" is exact and runs on the GPUs of `find_gpus`, else
-            on the CPU. "HNSW32", "IVF1024,Flat", "SQ8", "OPQ16_64,IVF256,PQ16" and others trade
-            exactness for speed or memory. With faiss-gpu, inverted files with flat vectors, PQ or
-            SQ are built on the first GPU and searched on all of them; others run on the CPU.
+        factory: FAISS factory string. "Flat" is exact, and uses the GPUs of `find_gpus`. Others,
+            such as "HNSW32" or "OPQ16_64,IVF256,PQ16", trade exactness for speed or memory. With
+            faiss-gpu, inverted files with flat vectors, PQ or SQ are built on the first GPU and
+            searched on all of them; others run on the CPU.
         metric: "cos" or "dot"; None: the similarity of the store, "cos" for an array.
         ids: N document ids; None: those of the store, or the row numbers of an array.
         parameters: FAISS search parameters, such as "nprobe=32" or "efSearch=128". Unless they have
@@ -184,9 +174,10 @@ def build_index(
     import faiss
 
     num_rows, dimension = embeddings.shape
-    metric = metric or getattr(embeddings, "similarity", None) or "cos"
+    if metric is None:
+        metric = embeddings.similarity if isinstance(embeddings, EmbeddingStore) else "cos"
     index, parameters = check_factory(factory, dimension, num_rows, parameters)
-    get_ids: GetIds = np.asarray  # row numbers
+    get_ids: Callable[..., Any] = np.asarray  # row numbers
     if ids is not None:
         get_ids = np.array(ids, dtype=object).__getitem__
     elif isinstance(embeddings, EmbeddingStore):
@@ -265,24 +256,25 @@ def _copy_to_gpus(index: faiss.Index, gpus: Sequence[torch.device]) -> faiss.Ind
 
 
 def open_index(
-    path: AnyPath,
+    path: AnyPath | None,
     store: EmbeddingStore,
     factory: str,
     metric: Similarity | None = None,
     parameters: str | None = None,
 ) -> DenseIndex:
-    """Open the index of a store from a file, memory-mapped; without a file, build and write it.
+    """Open the index of a store from a file, memory-mapped; if there is none, build and write it.
 
-    FAISS does not check what it reads: never open a file from an untrusted source. PATH.json beside
-    it records store, factory and metric. For the arguments see `build_index`; "Flat" has no file.
-
-    Raises:
-        DataError: the file belongs to another store, factory or metric, or FAISS cannot read it.
+    Without a path, the index is only built. FAISS does not check what it reads: never open a
+    file from an untrusted source. PATH.json beside it records store, factory and metric; a file of
+    others, or a broken one, raises `DataError`. "Flat" has no file. For the arguments see
+    `build_index`.
     """
     import faiss
 
+    if path is None:
+        return build_index(store, factory, metric, parameters=parameters)
     path = Path(path)
-    metric = metric or ("dot" if store.similarity == "dot" else "cos")
+    metric = metric or store.similarity
     description_path = Path(f"{path}.json")
     description = {"fingerprint": store.fingerprint, "factory": factory, "metric": metric}
     if not path.exists():
@@ -297,8 +289,7 @@ def open_index(
             writer = faiss.PyCallbackIOWriter(file.write)  # type: ignore[attr-defined]  # in C++
             faiss.write_index(faiss_index, writer)
     stored = read_json(description_path)
-    stored_description = {name: stored.get(name) for name in description}
-    changes = work.list_changes(stored_description, description)
+    changes = work.list_changes({name: stored.get(name) for name in description}, description)
     if changes:
         raise DataError(f"{path}: is an index of another {', '.join(changes)} ({_REMEDY_FOR_FILE})")
     try:
@@ -321,23 +312,14 @@ def search(
         Scores, float32 (n, min(k, N)), and rows, int64 (n, min(k, N)), of each query's documents:
         by score, and for equal scores by id, both descending. (If more than 32 documents have the
         score of position k, any of these may be left out.) An approximate index may find fewer
-        documents; then the last entries are row -1 with score -inf.
-
-    Raises:
-        DataError: queries and documents have different dimensions.
-        UserError: a vector holds NaN or infinity.
+        documents; then the last entries are row -1 with score -inf. A vector with NaN or infinity
+        raises `UserError`.
     """
-    num_documents, dimension = index.corpus.shape
-    if queries.shape[1] != dimension:
-        raise DataError(
-            f"queries have {queries.shape[1]} dimensions, and documents {dimension}: encode both "
-            "with the same model and settings, such as truncate_dim"
-        )
+    num_documents = len(index.corpus)
     k = min(k, num_documents)
     queries = prepare_vectors(queries, index.metric, "query embedding")
-    num_results = k
-    if index.faiss_index is None:
-        num_results = min(k + _NUM_EXTRA_RESULTS, num_documents)
+    is_exact = index.faiss_index is None
+    num_results = min(k + _NUM_EXTRA_RESULTS, num_documents) if is_exact else k
     found = None
     if index.gpus and len(queries) > 0:
         try:
@@ -405,13 +387,9 @@ def recall_against_exact(
 ) -> dict[str, float] | None:
     """Return the share of the exact results that an approximate index found; None if it is exact.
 
-    Args:
-        queries: float32 (n, d). At most 100 of them, evenly spread, are searched for again,
-            exactly, which reads the whole corpus.
-        rows: (n, k), the rows that `search` returned for them.
-
-    Returns:
-        {"queries": number of compared queries, "recall@k": share}.
+    At most 100 of the queries, float32 (n, d), are searched for again, which reads the whole
+    corpus; ``rows`` (n, k) are what `search` has returned for them. The result is
+    {"queries": number of compared queries, "recall@k": share}.
     """
     if index.faiss_index is None or len(queries) == 0:
         return None
@@ -419,9 +397,8 @@ def recall_against_exact(
     sample = np.unique(np.linspace(0, len(queries) - 1, 100).astype(np.int64))
     exact_index = build_index(index.corpus, metric=index.metric)
     _, exact_rows = search(exact_index, queries[sample], k, show_progress)
-    recalls = []
-    for exact_line, line in zip(exact_rows, rows[sample], strict=True):
-        recalls.append(np.isin(exact_line, line).mean())
+    pairs = zip(exact_rows, rows[sample], strict=True)
+    recalls = [np.isin(exact_line, line).mean() for exact_line, line in pairs]
     return {"queries": len(sample), f"recall@{k}": float(np.mean(recalls))}
 
 
@@ -430,11 +407,8 @@ def check_factory(
 ) -> tuple[faiss.Index, str | None]:
     """Return an empty FAISS index for some embeddings, and its search parameters.
 
-    Only `build_index` finds that there are too few rows to train codes.
-
-    Raises:
-        ConfigError: FAISS does not accept the factory or the parameters, the factory does not
-            work with that dimension or inner products, or there are fewer rows than inverted lists.
+    Raises `ConfigError` if FAISS does not accept them, or if there are fewer rows than inverted
+    lists. Only `build_index` finds that there are too few rows to train codes.
     """
     import faiss
 
@@ -459,10 +433,8 @@ def _set_parameters(index: faiss.Index, factory: str, parameters: str | None) ->
     import faiss
 
     num_lists = _count_inverted_lists(index)
-    default = None
-    if num_lists > 0:
-        # FAISS's default, one list, finds few of the best documents.
-        default = f"nprobe={math.ceil(num_lists / 8)}"
+    # FAISS's default, one list, finds few of the best documents.
+    default = f"nprobe={math.ceil(num_lists / 8)}" if num_lists > 0 else None
     space: Any = faiss.ParameterSpace()  # FAISS's type stub has only one of the two overloads
     try:
         for values in filter(None, (default, parameters)):

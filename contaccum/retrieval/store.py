@@ -22,7 +22,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from functools import cache
 from itertools import islice
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal
 
 import numpy as np
 
@@ -34,6 +34,8 @@ from contaccum.errors import DataError
 if TYPE_CHECKING:
     import pyarrow as pa
 
+
+Similarity = Literal["cos", "dot"]
 
 STORE = "a store of embeddings, format 4"
 """The kind of work; see `contaccum.work`."""
@@ -64,15 +66,15 @@ class EmbeddingStore:
         metadata: its identity and its result.
         shape: (N, d).
         dtype: type of the embeddings on disk, one of `STORED`.
-        similarity: "cos" or "dot", the similarity function of the model.
-        shard_size: number of rows in a shard; the last shard may have fewer.
+        similarity: "cos" or "dot", that of the model.
+        shard_size: number of rows in a shard; the last one may have fewer.
         get_embeddings: function that maps the embeddings (n, d) of the shard of a number.
     """
 
     def __init__(self, folder: Path, metadata: dict[str, Any]) -> None:
         self.folder = folder
         self.metadata = metadata
-        self.similarity: str = metadata.get("similarity", "")
+        self.similarity: Similarity = metadata.get("similarity", "cos")
         self.shape: tuple[int, int] = (metadata["rows"], metadata["dimension"])
         self.dtype: str = metadata["dtype"]
         self.shard_size: int = metadata["shard_size"]
@@ -231,14 +233,12 @@ class StoreWriter:
     """Writer of a store, shard by shard. Several processes may write shards of the same folder.
 
     Args:
-        folder: a new folder, or that of a store of the same identity, which is continued.
+        folder: a new folder, or that of a store of the same identity, which is continued; other
+            work or files there raise `UserError`.
         identity: see `contaccum.retrieval.encode.encoding_identity`.
-        notes: further entries for the result.
+        notes: further entries for the result; the attribute may be changed until the end.
         overwrite: remove a store that is in the folder.
         has_passages: True: the store holds titles and texts.
-
-    Raises:
-        UserError: the folder holds other work or files, or it cannot be written to.
     """
 
     def __init__(
@@ -260,7 +260,7 @@ class StoreWriter:
             work.write_identity(self.folder, identity)
         work.require_same_work(self.folder, identity, _REPLACE_REMEDY)
         self.identity = identity
-        self.notes = notes or {}
+        self.notes = dict(notes or {})
         self.has_passages = has_passages
 
     def fill(
@@ -275,12 +275,12 @@ class StoreWriter:
         Memory holds the texts and embeddings of one shard.
 
         Args:
-            passages: (id, title, text) of each passage of the corpus; ids are distinct.
+            passages: (id, title, text) of each passage, at least one; ids are distinct.
             encode: function that returns the embeddings of n texts, float32 (n, d).
             rank, world_size: this process encodes every ``world_size``-th shard, from ``rank`` on.
 
         Raises:
-            DataError: the store has shards of another corpus, or there is no passage.
+            DataError: the store has shards of another corpus.
             UserError: the disk is full or cannot be written to.
         """
         remaining = iter(passages)
@@ -299,11 +299,6 @@ class StoreWriter:
             if is_missing and number % world_size == rank:
                 self._write_shard(number, shard_passages, encode, corpus.hex())
             num_rows += len(shard_passages)
-        if num_rows == 0:
-            raise DataError(
-                f"{self.folder}: nothing to encode: the corpus has no usable passage (correct the "
-                "corpus file)"
-            )
         shards = []
         for number, fingerprint in enumerate(fingerprints):
             shard = self._read_shard(number, fingerprint)
@@ -368,10 +363,7 @@ def write_parquet(store: EmbeddingStore, show_progress: bool = False) -> Path:
     Each shard becomes a file, with the columns ``id``, ``title`` and ``text`` (strings) and
     ``embedding`` (fixed_size_list<float32 or float16, d>, the values of the store). Memory holds
     one shard. Nothing is done if the folder exists: it appears when all files are complete.
-
-    Raises:
-        DataError: the store holds no texts.
-        UserError: the disk is full or cannot be written to.
+    `UserError`: the store holds no texts, or the disk is full or cannot be written to.
     """
     import pyarrow as pa
     import pyarrow.parquet as pq

@@ -3,7 +3,6 @@
 import errno
 import re
 import sys
-from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
@@ -73,17 +72,7 @@ def test_train_help_lists_every_option(capsys):
     assert "--weight_decay" not in help_text
 
 
-def test_the_demo_has_data_and_a_model_unless_they_are_given(monkeypatch, tmp_path, capsys):
-    calls = []
-    monkeypatch.setattr("contaccum.experiments.fit.fit", lambda **options: calls.append(options))
-    model = tmp_path / "model"
-    model.mkdir()
-    with pytest.raises(AttributeError):  # the result of the stub is None
-        main(["fit", "--demo", "--model", str(model), "--budget", "1m"])
-    [options] = calls
-    assert Path(options["data"]).name == "medquad.csv"
-    assert (options["model"], options["budget"]) == ([str(model)], "1m")
-    assert options["passage_max_length"] == 128
+def test_the_demo_without_its_model_names_the_extra(monkeypatch, tmp_path, capsys):
     monkeypatch.setattr("contaccum.cli.fit.find_demo_model", lambda: str(tmp_path / "missing"))
     assert main(["fit", "--demo"]) == 2
     error = capsys.readouterr().err

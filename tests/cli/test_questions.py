@@ -178,13 +178,15 @@ def test_answers_that_are_no_questions_are_left_out_and_counted(
 
 def test_near_copies_of_other_questions_are_left_out(run, server, documents, output, capsys):
     copies = [{"_id": f"copy-{n}", "text": make_text(n)} for n in range(10)]
-    write_lines(documents, [*read_lines(documents), *copies])
-    assert run() == 0
+    write_lines(documents, [*read_lines(documents), *copies, {"_id": "bad"}])
+    assert run("--on_bad_record", "skip") == 0
     texts = [record["query"] for record in read_lines(output)]
     assert len(texts) == NUM_DOCUMENTS
     for number, text in enumerate(texts):
         assert not find_near_duplicates([text], texts[:number])
-    assert "10 near-copies of another question" in capsys.readouterr().out
+    output_text = capsys.readouterr().out
+    assert "10 near-copies of another question" in output_text
+    assert f"50 used, 1 left out (1 missing text; first: {documents}:51)" in output_text
 
 
 def test_the_model_finds_documents_that_share_no_word_with_the_question(
@@ -198,6 +200,7 @@ def test_the_model_finds_documents_that_share_no_word_with_the_question(
     assert "no question is left" in captured.err
     assert not output.exists()
     assert run("--top_k", "39", "--model", str(tmp_path / "model"), "--device", "cpu") == 0
+    assert "Encoding" not in capsys.readouterr().err  # --no_progress
     assert len(read_lines(output)) == 1
     assert len(server.requests) == NUM_DOCUMENTS  # the answers are read from the file
 

@@ -144,19 +144,12 @@ def test_torchrun_reads_data_once_and_prints_on_rank_0_only(places, train, tmp_p
         "train_data": str(places / "pairs.jsonl"),
         "output_dir": str(tmp_path / "run"),
         "per_device_train_batch_size": 4,
-        "gradient_accumulation_steps": 1,
         "bank_size": 16,
         "use_cpu": True,
         "num_train_epochs": 1,
-        "disable_tqdm": True,
     }
     (tmp_path / "config.yaml").write_text(yaml.safe_dump(config))
-    environment = {
-        **os.environ,
-        "CONTACCUM_CACHE": str(tmp_path / "cache"),
-        "OMP_NUM_THREADS": "1",
-        "PYTHONPATH": os.pathsep.join([str(DOCS.parent), os.environ.get("PYTHONPATH", "")]),
-    }
+    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
     options_of_two_processes = options.replace("node 8", "node 2").split()
     command = [sys.executable, "-m", "torch.distributed.run", *options_of_two_processes]
     command.append(str(tmp_path / "config.yaml"))

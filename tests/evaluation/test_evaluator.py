@@ -107,7 +107,11 @@ def encode(model: Any, folder: Path, store: Path) -> StoreDocuments:
 def test_new_documents_replace_the_embeddings_of_the_earlier_ones(tmp_path):
     folder = write_judged_places(tmp_path / "places")
     evaluator = RetrievalEvaluator(load_beir_folder(folder))
-    for noise in (0.0, 0.1):  # the second model has other weights than the first
+    lines = (folder / "corpus.jsonl").read_text().splitlines(keepends=True)
+    corpus = tmp_path / "corpus.jsonl"
+    # The second model has other weights than the first, and its store lacks five documents.
+    for noise, num_missing in ((0.0, 0), (0.1, 5)):
+        corpus.write_text("".join(lines[num_missing:]))
         model = tiny_encoder()
         with torch.no_grad():
             for weight in model.parameters():
@@ -115,7 +119,7 @@ def test_new_documents_replace_the_embeddings_of_the_earlier_ones(tmp_path):
         # Without stored embeddings, the evaluator encodes the documents itself.
         evaluator.documents = None
         expected = evaluator.search(model)
-        evaluator.documents = encode(model, folder, tmp_path / f"store-{noise}")
+        evaluator.documents = encode(model, corpus, tmp_path / f"store-{noise}")
         run = evaluator.search(model)
         assert run.keys() == expected.keys()
         for query_id, hits in run.items():

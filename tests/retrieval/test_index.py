@@ -218,17 +218,10 @@ class IndexOnFakeGpus:
         if is_long_code and not options.useFloat16:
             raise RuntimeError("Consider useFloat16LookupTables")
 
-    @property
-    def is_trained(self) -> bool:
-        return self.index.is_trained
-
-    def train(self, vectors) -> None:
-        self.work.append(("train", self.gpus))
-        self.index.train(vectors)
-
-    def add(self, vectors) -> None:
-        self.work.append(("add", self.gpus))
-        self.index.add(vectors)
+    def __getattr__(self, name: str) -> Any:
+        if name in ("train", "add"):
+            self.work.append((name, self.gpus))
+        return getattr(self.index, name)
 
     def search(self, queries, k):
         if k > 100:

@@ -2,6 +2,7 @@
 
 import re
 import shutil
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -56,57 +57,48 @@ def test_files_hold_the_rows_of_the_shards_bit_for_bit(store):
     assert columns["text"] == list(texts)
 
 
-def run_encode(model: str, corpus: Path, output: Path, *options: str) -> int:
-    """Run `contaccum encode --format parquet` and return its exit code."""
-    argv = ["encode", model, "--corpus", str(corpus), "--output", str(output), "--device", "cpu"]
-    return main([*argv, "--format", "parquet", "--shard_size", "10", "--no_progress", *options])
-
-
 @pytest.fixture(scope="module")
-def corpus(tmp_path_factory) -> Path:
-    records = []
-    for passage_id, title, text in PASSAGES:
-        records.append({"_id": passage_id, "title": title, "text": text})
-    return write_lines(tmp_path_factory.mktemp("corpus") / "corpus.jsonl", records)
+def encode(tiny_model_path, tmp_path_factory) -> Callable[..., Path]:
+    """Return a function that runs `contaccum encode --format parquet`; it returns the store."""
+    root = tmp_path_factory.mktemp("encoded")
+    rows = [{"_id": name, "title": title, "text": text} for name, title, text in PASSAGES]
+    corpus = write_lines(root / "corpus.jsonl", rows)
+
+    def run(*options: str) -> Path:
+        argv = ["encode", tiny_model_path, "--corpus", str(corpus), "--output", str(root / "store")]
+        argv += ["--format", "parquet", "--shard_size", "10", "--no_progress", "--device", "cpu"]
+        assert main([*argv, *options]) == 0
+        return root / "store"
+
+    return run
 
 
-@pytest.fixture(scope="module")
-def encoded_folder(tiny_model_path, corpus, tmp_path_factory) -> Path:
-    """Return a store that `contaccum encode --format parquet` has written."""
-    folder = tmp_path_factory.mktemp("encoded") / "store"
-    assert run_encode(tiny_model_path, corpus, folder) == 0
-    return folder
-
-
-def test_encode_adds_the_files_to_a_finished_store_and_replaces_them_with_it(
-    tiny_model_path, corpus, tmp_path, capsys
-):
-    folder = tmp_path / "store"
-    assert run_encode(tiny_model_path, corpus, folder) == 0
+def test_encode_adds_the_files_to_a_finished_store_and_replaces_them_with_it(encode, capsys):
+    folder = encode()
     contents_before = contents(folder)
     shutil.rmtree(folder / "parquet")
-    assert run_encode(tiny_model_path, corpus, folder) == 0
+    encode()
     assert contents(folder) == contents_before
     assert "0 encoded by rank 0" in capsys.readouterr().out
-    assert run_encode(tiny_model_path, corpus, folder, "--dtype", "float16", "--overwrite") == 0
+    encode("--dtype", "float16", "--overwrite")
     embedding_type = pq.read_table(folder / "parquet").schema.field("embedding").type
     assert embedding_type.value_type == pa.float16()
 
 
 def test_duckdb_lines_of_the_page_find_the_documents_and_scores_of_our_search(
-    encoded_folder, tiny_model_path
+    encode, tiny_model_path
 ):
     pytest.importorskip("duckdb")
     page = ENCODING_PAGE.read_text(encoding="utf-8")
     blocks = re.findall(r"^```python\n(.*?)^```$", page, re.MULTILINE | re.DOTALL)
     (script,) = [block for block in blocks if "duckdb" in block]
-    script = script.replace("stores/wikipedia", str(encoded_folder))
+    store = EmbeddingStore.open(encode("--overwrite"))
+    script = script.replace("stores/wikipedia", str(store.folder))
     script = script.replace('"MODEL"', repr(tiny_model_path))
     script = script.replace("who wrote the Iliad", "text 7")
     variables: dict[str, Any] = {}
     exec(compile(script, str(ENCODING_PAGE), "exec"), variables)
 
-    store = EmbeddingStore.open(encoded_folder)
     model = DualEncoder.from_pretrained(tiny_model_path, device="cpu")
     query = encode_texts(model, ["text 7"], "query")
     scores, rows = search(build_index(store, metric="cos"), query, 10)

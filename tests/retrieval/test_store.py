@@ -257,10 +257,11 @@ def test_a_disk_that_becomes_full_is_reported_in_one_line(tmp_path, limit_file_s
 
 
 KILL_AT_EVERY_CALL = '''
-import os, signal, sys
+import os, shutil, signal, sys
 from pathlib import Path
 import numpy as np
 import pyarrow
+from small_data import contents
 from contaccum import files, work
 from contaccum.retrieval.store import StoreWriter
 
@@ -276,7 +277,6 @@ def fill(folder, kill_at):
             return function(*args, **kwargs)
         return call
     files.flush = work.flush = lambda path: None  # the page cache outlives a killed process
-    files.git_commit = lambda: None
     calls = [(os, "replace"), (os, "rename"), (os, "mkdir"), (os, "unlink"), (np, "save")]
     for module, name in calls:
         setattr(module, name, counted(getattr(module, name)))
@@ -303,14 +303,6 @@ def read_counts():
     num_texts, num_calls = counts_file.read_text().split()
     return int(num_texts), int(num_calls)
 
-def read_contents(folder):
-    paths = [path for path in folder.rglob("*") if path.is_file()]
-    return {str(path.relative_to(folder)): path.read_bytes() for path in paths}
-
-def drop_hidden(contents):
-    """Leave out the temporary files of a killed process."""
-    return {name: data for name, data in contents.items() if not name.startswith(".")}
-
 root = Path(sys.argv[1])
 counts_file = root / "counts"
 pyarrow.array(["a"])  # imports what every child would have to import otherwise
@@ -323,7 +315,9 @@ for kill_at in range(1, num_calls + 1):
     folder = root / str(kill_at)
     assert fill_in_child(folder, kill_at) == -signal.SIGKILL
     assert fill_in_child(folder, 0) == 0
-    assert drop_hidden(read_contents(folder)) == read_contents(expected), kill_at
+    for leftover in folder.glob(".*"):  # the temporary files of the killed process
+        shutil.rmtree(leftover)
+    assert contents(folder) == contents(expected), kill_at
     num_texts, _ = read_counts()
     encoded_again.append(num_texts)
 print(*encoded_again)
@@ -334,7 +328,8 @@ print(*encoded_again)
 def test_a_killed_process_loses_only_the_shard_that_it_was_writing(tmp_path):
     # Run in a process of its own, because it forks and must not have torch's threads.
     command = [sys.executable, "-c", KILL_AT_EVERY_CALL, str(tmp_path)]
-    process = subprocess.run(command, capture_output=True, text=True, timeout=120)
+    tests = Path(__file__).parents[1]  # where small_data is
+    process = subprocess.run(command, capture_output=True, text=True, timeout=120, cwd=tests)
     assert process.returncode == 0, process.stderr[-2000:]
     # Number of texts that were encoded again after each kill: all 5 at first, then those after the
     # first shard, and none after both shards were written.
