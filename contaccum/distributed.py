@@ -30,9 +30,7 @@ def world_size() -> int:
 
 def rank() -> int:
     """Return the rank of this process, from 0."""
-    if world_size() > 1:
-        return dist.get_rank()
-    return 0
+    return dist.get_rank() if world_size() > 1 else 0
 
 
 def over_ranks(op: Literal["SUM", "MIN", "MAX"], value: Tensor) -> Tensor:
@@ -45,13 +43,10 @@ def over_ranks(op: Literal["SUM", "MIN", "MAX"], value: Tensor) -> Tensor:
 
 
 def gather_rows(tensors: list[Tensor]) -> tuple[list[Tensor], slice]:
-    """Concatenate the rows of every rank's tensors, those of rank 0 first, in rank order.
+    """Concatenate the rows of every rank's detached tensors, (n, ...) with one n, in rank order.
 
-    Every rank then computes the same loss, as one process with the whole batch does. Ranks may have
-    different numbers of rows, and may have none. The host waits for the shapes on an accelerator.
-
-    Args:
-        tensors: detached tensors (n, ...) of this rank, with the same n.
+    Every rank then computes the same loss, as one process with the whole batch does. n may differ
+    between ranks, and may be 0. The host waits for the shapes on an accelerator.
 
     Returns:
         The tensors (N, ...), where N is the sum of n over all ranks, and the slice of this rank's

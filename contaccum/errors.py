@@ -13,8 +13,6 @@ from functools import cache
 
 logger = logging.getLogger(__name__)
 
-_LONGEST_QUOTE = 60
-
 
 class UserError(Exception):
     """An error that the user can correct: one line, no traceback, exit code 2."""
@@ -36,17 +34,14 @@ def is_out_of_memory(error: Exception) -> bool:
     import torch
     from accelerate.utils.memory import should_reduce_batch_size
 
-    if isinstance(error, (torch.OutOfMemoryError, MemoryError)):
-        return True
-    return should_reduce_batch_size(error)
+    is_memory_error = isinstance(error, (torch.OutOfMemoryError, MemoryError))
+    return is_memory_error or should_reduce_batch_size(error)
 
 
 def closest(word: object, words: Iterable[str]) -> str:
     """Return ``"; did you mean 'x'?"`` with the most similar word; "" if none is similar."""
     matches = difflib.get_close_matches(str(word), list(words), n=1)
-    if not matches:
-        return ""
-    return f"; did you mean {matches[0]!r}?"
+    return f"; did you mean {matches[0]!r}?" if matches else ""
 
 
 def check_choice(name: str, value: object, allowed: Iterable[object]) -> None:
@@ -73,7 +68,7 @@ def warn_once(message: str) -> None:
     logger.warning(one_line(message))
 
 
-def quoted(value: object, longest: int = _LONGEST_QUOTE) -> str:
+def quoted(value: object, longest: int = 60) -> str:
     """Return the `repr` of a value for a message, cut to `longest` characters."""
     if isinstance(value, str):
         value = value[: longest + 1]  # the repr of a whole document would be slow

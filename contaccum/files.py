@@ -82,13 +82,7 @@ def atomic_folder(path: AnyPath) -> Iterator[Path]:
         # There may be no earlier folder, or another process has just moved it away.
         with suppress(FileNotFoundError):
             path.rename(earlier_folder)
-        try:
-            folder.rename(path)
-        except OSError:
-            if not path.exists():  # else another process has just written it
-                with suppress(OSError):
-                    earlier_folder.rename(path)  # the earlier folder is not changed by an error
-                raise
+        folder.rename(path)
         shutil.rmtree(earlier_folder, ignore_errors=True)
 
 
@@ -101,8 +95,7 @@ def _temporary_folder(path: Path) -> Iterator[Path]:
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         _remove_leftovers(path)
-        # The folder is locked before it gets its final name, because another process removes
-        # unlocked folders of this name as leftovers. Without locks, no leftovers are removed.
+        # It is locked before it gets its final name: others remove unlocked folders of this name.
         unlocked_folder = path.with_name(f".new-{uuid4().hex}")
         unlocked_folder.mkdir()
         lock = os.open(unlocked_folder, os.O_RDONLY)
@@ -135,8 +128,7 @@ def _remove_leftovers(path: Path) -> None:
     """Remove temporary folders beside ``path`` that killed processes have left."""
     name_pattern = glob.escape(path.name)
     for leftover in path.parent.glob(f".writing-{name_pattern}.*"):
-        # An OSError means that the process that writes the folder still has the lock, or has just
-        # renamed or removed it.
+        # An OSError means that the folder is being written, or was just renamed or removed.
         with suppress(OSError):
             lock = os.open(leftover, os.O_RDONLY)
             try:
@@ -199,14 +191,7 @@ def require_new_folder(folder: Path) -> None:
 
 
 # Error numbers of a full disk, quota or file size, of a read-only disk, and of no permission.
-_WRITE_ERRORS = (
-    errno.ENOSPC,
-    errno.EDQUOT,
-    errno.EFBIG,
-    errno.EROFS,
-    errno.EACCES,
-    errno.EPERM,
-)
+_WRITE_ERRORS = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EROFS, errno.EACCES, errno.EPERM)
 # Messages of torch.save and numpy.save if a file cannot be written; they give no error number.
 _WRITE_MESSAGES = (
     r"PytorchStreamWriter|inline_container.*unexpected pos|basic_ios::clear: iostream error|"

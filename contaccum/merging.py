@@ -23,11 +23,8 @@ def merge_models(base: DualEncoder, trained: DualEncoder, weight: float) -> Dual
     """Return the model with the tensors (1 - weight) * base + weight * trained.
 
     They are computed in float32 at least. All else is that of ``trained``. The models are not
-    changed: a model with an adapter is copied, and the adapter merged in the copy. The weight 0
-    returns ``base`` itself, 1 returns ``trained`` itself (or its copy).
-
-    Raises:
-        ConfigError: the models have different architectures.
+    changed: adapters are merged in copies. The weight 0 returns ``base`` itself, 1 returns
+    ``trained`` itself (or its copy). Raises `ConfigError` for models of different architectures.
     """
     base = _merge_adapters(base)
     trained = _merge_adapters(trained)

@@ -21,11 +21,9 @@ verbose = False
 
 
 class StatusLine:
-    """What a command does now, as a line at the bottom of a terminal.
+    """What a command does now, and the time that it has used, at the bottom of a terminal.
 
-    Args:
-        print_line: prints a line that stays.
-        describe_time: returns the time that was used, in words.
+    ``print_line`` prints a line that stays.
     """
 
     def __init__(self, print_line: Callable[[str], None], describe_time: Callable[[], str]) -> None:

@@ -30,15 +30,11 @@ _KEY_IN_URL = re.compile(
 
 
 def redact(content: Any) -> Any:
-    """Return ``content`` without credentials.
+    """Return a text, or all texts in dicts (keys too), lists and tuples, without credentials.
 
     If the name of an environment variable looks like that of a credential, such as HF_TOKEN, its
     value is replaced by ``<HF_TOKEN>`` everywhere. User and password in a URL, and the values of
-    keys in its query such as ``?token=``, become ``***``.
-
-    Args:
-        content: a text, or a structure of dicts, lists and tuples. All texts in it are redacted,
-            keys included. Other values, and the markup of a page, are returned as they are.
+    keys in its query such as ``?token=``, become ``***``. The markup of a page stays.
     """
     credentials = []
     for name, value in os.environ.items():

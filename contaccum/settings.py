@@ -103,6 +103,9 @@ changeable = functools.partial(option, on_change="continue")
 """`option` for a setting with another value of which an unfinished run may go on."""
 decided_by_fit = functools.partial(changeable, set_by_fit=True)
 """`changeable` for a setting that `contaccum fit` decides or does without."""
+of_output = functools.partial(option, on_change="ignore", set_by_fit=True)
+"""`option` for a setting of the output, which `contaccum fit` decides or does without."""
+of_bank = functools.partial(option, methods=WITH_BANK)
 of_query_side = functools.partial(option, methods=("query_side",))
 
 # The settings, in groups --------------------------------------------------------------------------
@@ -225,31 +228,27 @@ class MethodSettings:
         None, "Stop after this many evaluations in a row without improvement."
     )
     card_examples: bool = option(False, "Show training texts in the card.", on_change="ignore")
-    overwrite_output_dir: bool = option(
-        False, "Replace a run that is in the folder.", on_change="ignore", set_by_fit=True
-    )
+    overwrite_output_dir: bool = of_output(False, "Replace a run that is in the folder.")
 
 
 @dataclass(frozen=True)
 class LossSettings:
     """The loss, its bank, and the exclusion of false negatives."""
 
-    bank_size: int | None = option(
-        None, f"Rows of each bank. Default: {DEFAULT_BANK_SIZE}.", least=0, methods=WITH_BANK
+    bank_size: int | None = of_bank(
+        None, f"Rows of each bank. Default: {DEFAULT_BANK_SIZE}.", least=0
     )
     _: KW_ONLY
-    query_bank_size: int | None = option(
-        None, "Rows of the query bank: bank_size (the default) or 0.", methods=WITH_BANK
-    )
-    normalize_by: Literal["local", "all"] = option(
-        "local", "Divide the summed row losses by the local rows, or by all.", methods=WITH_BANK
+    query_bank_size: int | None = of_bank(None, "Rows of the query bank: bank_size (default) or 0.")
+    normalize_by: Literal["local", "all"] = of_bank(
+        "local", "Divide the summed row losses by the local rows, or by all."
     )
     mask_duplicates: bool = option(
         True, "Exclude known positives of a query from its negatives.", methods=WITH_PASSAGES
     )
-    bank_hard_negatives: bool = option(True, "Store hard negatives in the bank.", methods=WITH_BANK)
-    drift_compensation: Literal["auto", "none"] = option(
-        "auto", "Correction of old bank entries; see docs/drift.md.", methods=WITH_BANK
+    bank_hard_negatives: bool = of_bank(True, "Store hard negatives in the bank.")
+    drift_compensation: Literal["auto", "none"] = of_bank(
+        "auto", "Correction of old bank entries; see docs/drift.md."
     )
 
 
@@ -275,10 +274,8 @@ class TrainerSettings:
     The defaults are those of transformers, except for ``output_dir``.
     """
 
-    output_dir: str = option("", "Folder of the run.", on_change="ignore", set_by_fit=True)
-    resume_from_checkpoint: str | None = option(
-        None, "Continue from last, auto, or a folder.", on_change="ignore", set_by_fit=True
-    )
+    output_dir: str = of_output("", "Folder of the run.")
+    resume_from_checkpoint: str | None = of_output(None, "Continue from last, auto, or a folder.")
     learning_rate: float = changeable(5e-5, "Peak of the learning rate.", above=0)
     warmup_steps: float = changeable(
         0, "Updates in which the learning rate rises, or their share if below 1.", least=0
@@ -309,16 +306,12 @@ class TrainerSettings:
         "steps", "When to save a checkpoint."
     )
     save_steps: float = decided_by_fit(500, "Updates between two checkpoints.")
-    save_total_limit: int | None = option(
-        None, "Number of checkpoints to keep. Default: all.", on_change="ignore", set_by_fit=True
-    )
+    save_total_limit: int | None = of_output(None, "Number of checkpoints to keep. Default: all.")
     load_best_model_at_end: bool = decided_by_fit(False, "Save the best checkpoint as the result.")
     metric_for_best_model: str | None = option(
         None, "Metric of the best checkpoint. Default: the evaluator's.", set_by_fit=True
     )
-    push_to_hub: bool = option(
-        False, "Upload the model to the hub.", on_change="ignore", set_by_fit=True
-    )
+    push_to_hub: bool = of_output(False, "Upload the model to the hub.")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -478,10 +471,7 @@ def get_choices(name: str) -> tuple[str, ...]:
 
 
 def require_complete(settings: Settings) -> None:
-    """Raise `ConfigError` unless settings name all that a training from the command line needs.
-
-    A training in Python gets its data and its evaluator as objects, so they may be empty there.
-    """
+    """Raise `ConfigError` unless settings name all that a training from the command line needs."""
     for name in ("model", "train_data", "output_dir"):
         if not getattr(settings, name):
             raise ConfigError(
@@ -535,10 +525,7 @@ def for_method(settings: Settings, method: str, **changes: Any) -> Settings:
 
 
 def list_changed(settings: Any) -> dict[str, Any]:
-    """Return {name: value} of the settings that do not have their defaults.
-
-    The fields of a dataclass that are no settings, such as a loss's model, are left out.
-    """
+    """Return {name: value} of the settings, among any fields, that do not have their defaults."""
     changed = {}
     for own_field in fields(settings):
         value = getattr(settings, own_field.name)
@@ -577,7 +564,7 @@ def get_default(setting: dataclasses.Field[Any]) -> Any:
 def get_types_of_transformers() -> dict[str, str]:
     """Return {name: type as text} of the arguments of transformers that have no field here.
 
-    They are read from the source of the classes, because importing the classes takes ten seconds.
+    They are read from the source of the classes, whose import takes ten seconds.
     """
     types = {}
     for package, path in (
@@ -606,8 +593,7 @@ def takes_settings(
 ) -> Callable[[Callable[[SelfT, KeywordsT], None]], Callable[Concatenate[SelfT, P], None]]:
     """Give ``__init__(self, settings)`` the arguments of the dataclass ``keywords`` instead.
 
-    So the arguments of a loss are the fields of its settings: for type checkers and editors, in
-    `help` and in `inspect.signature`.
+    So they are declared once, also for type checkers, editors and `help`.
     """
     signature = inspect.signature(keywords)
 
@@ -634,7 +620,6 @@ def read(argv: Sequence[str], command_options: Collection[str] = ()) -> dict[str
 
     Later files override earlier ones, and the command line overrides all files. The values have the
     types of the fields: ``replace(Settings(), **read(argv))`` makes the settings and checks them.
-    transformers itself checks the choices of its other arguments, when the training starts.
 
     Args:
         command_options: names of the command's other options, one of which may be misspelt.
@@ -771,10 +756,9 @@ def _convert(value: Any, action: argparse.Action) -> Any:
 
 
 def to_yaml(settings: Settings | Mapping[str, Any]) -> str:
-    """Return settings, or {name: value}, as ``key: value`` lines, which `read` can read.
+    """Return settings without defaults, or {name: value}, as YAML that `read` can read.
 
-    Defaults of settings are left out. ``trust_remote_code`` becomes a comment, because only the
-    command line can set it.
+    ``trust_remote_code`` becomes a comment, because only the command line can set it.
     """
     values = to_dict(settings) if isinstance(settings, Settings) else dict(settings)
     comment = ""

@@ -39,14 +39,7 @@ CASES = [*((name, 2) for name in SETTINGS), ("in_batch", 0), ("contaccum", 0)]
 """Names of the settings and number of hard negatives h."""
 
 STEPS_PER_UPDATE = 3
-NUM_PAIRS = [
-    [3, 3, 3],
-    [3, 3, 3],
-    [3, 3, 1],
-    [0, 2, 2],
-    [1, 0, 0],
-    [2, 2, 2],
-]
+NUM_PAIRS = [[3, 3, 3], [3, 3, 3], [3, 3, 1], [0, 2, 2], [1, 0, 0], [2, 2, 2]]
 """Number of pairs of each rank, by micro-step.
 
 First the ranks have equally many, then different numbers, and some have none.
@@ -151,12 +144,7 @@ def run_steps(case: tuple[str, int], ranks: list[int], **more_settings: Any) -> 
                 take_optimizer_step(towers)
                 loss_fn.end_update()
     state = {key: value.clone() for key, value in loss_fn.state_dict().items()}
-    return {
-        "gradients": gradients,
-        "losses": losses,
-        "logged": logged,
-        "state": state,
-    }
+    return {"gradients": gradients, "losses": losses, "logged": logged, "state": state}
 
 
 def run_rank(rank: int, folder: Path) -> None:

@@ -23,7 +23,6 @@ from contaccum.files import (
     read_json,
     require_writable,
     write_json,
-    write_text,
 )
 
 
@@ -80,17 +79,6 @@ WRAPPED.__cause__ = OSError(errno.ENOSPC, FULL_DISK)
 )
 def test_failed_writes_of_all_libraries_are_recognised(error, reason):
     assert describe_failed_write(error) == reason
-
-
-def test_written_file_has_default_permissions_and_replaces_a_link(tmp_path):
-    """The file that the link points to is not changed."""
-    out = tmp_path / "out"
-    precious = tmp_path / "precious"
-    precious.write_text("keep me")
-    out.symlink_to(precious)
-    write_text(out, ["a\n", "b\n"])
-    assert precious.read_text() == "keep me" and out.read_text() == "a\nb\n"
-    assert out.stat().st_mode == precious.stat().st_mode
 
 
 def test_folder_is_replaced_completely_or_not_at_all(tmp_path):

@@ -33,15 +33,7 @@ def test_write_json_removes_credentials_at_any_depth(name, monkeypatch, tmp_path
 
 
 @pytest.mark.parametrize(
-    "user",
-    [
-        "me:p@planted",
-        "me:@",
-        "me:p'lan\"ted",
-        "me:p?lan#ted",
-        "planted@token",
-        "me:",
-    ],
+    "user", ["me:p@planted", "me:@", "me:p'lan\"ted", "me:p?lan#ted", "planted@token", "me:"]
 )
 def test_a_url_is_cut_up_to_the_last_at_sign_before_the_path(user):
     text = f"https://{user}@example.org:80/a@b: no answer"

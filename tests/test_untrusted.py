@@ -1,6 +1,5 @@
 """Untrusted models cannot run code: each planted payload is refused and does not run."""
 
-import ast
 import json
 import os
 import pickle
@@ -241,33 +240,14 @@ def test_backbone_whose_weights_do_not_fit_its_config_is_refused(harmless, tmp_p
         DualEncoder.from_backbone(folder)
 
 
-UNPICKLING = ("cloudpickle.load", "cloudpickle.loads", "joblib.load", "shutil.unpack_archive")
-
-
-def unpickles(call: ast.Call) -> bool:
-    """Return True for a call that may unpickle, or write outside of its folder.
-
-    It covers the libraries for which ruff has no rule. The rules "S..." in pyproject.toml cover
-    pickle, yaml, shells and others.
-    """
-    name = ast.unparse(call.func)
-    arguments = {keyword.arg: ast.unparse(keyword.value) for keyword in call.keywords}
-    if name == "torch.load":
-        return arguments.get("weights_only") != "True"
-    if name in ("np.load", "numpy.load"):
-        return arguments.get("allow_pickle") != "False"
-    return name in UNPICKLING
-
-
 def test_library_calls_nothing_that_unpickles():
+    """For pickle, yaml, shells and others, ruff has the rules "S..." in pyproject.toml."""
     root = Path(__file__).parents[1]
-    modules: list[Path] = []
+    forbidden = []
     for folder in ("contaccum", "scripts", "eval"):
-        modules.extend((root / folder).rglob("*.py"))
-    forbidden_calls = []
-    for path in modules:
-        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
-            if isinstance(node, ast.Call) and unpickles(node):
-                name = ast.unparse(node.func)
-                forbidden_calls.append(f"{path.relative_to(root)}:{node.lineno}: {name}")
-    assert forbidden_calls == []
+        for path in (root / folder).rglob("*.py"):
+            text = path.read_text(encoding="utf-8")
+            for call in re.findall(r"(?:torch|np|numpy|joblib|pickle)\.loads?\([^)]*\)", text):
+                if not re.search("weights_only=True|allow_pickle=False", call):
+                    forbidden.append(f"{path}: {call}")
+    assert forbidden == []

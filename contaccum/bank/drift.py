@@ -67,10 +67,9 @@ class RunningMean(nn.Module):
         """Compute mean, weight and variance after a micro-batch (n, d); `store` stores them.
 
         If the mean of the micro-batch is further away than sampling noise explains, the encoder has
-        jumped, and the running mean moves most of the way at once. Otherwise pairs would be stored
-        relative to a mean that lags behind, and would be shifted too far later. A micro-batch of
-        one embedding is never treated as a jump: its own variance is 0, so the noise of a running
-        mean that starts with it would be underestimated.
+        jumped, and the running mean moves most of the way at once: pairs that are stored relative
+        to a mean that lags behind would be shifted too far later. One embedding is never a jump:
+        its own variance is 0, so the noise of a mean that starts with it would be underestimated.
         """
         n = len(embeddings)
         variances, batch_mean = torch.var_mean(embeddings, 0, correction=0)  # (d,) each
@@ -208,25 +207,20 @@ def compute_variance(embeddings: Tensor) -> Tensor:
 
 
 class DriftCompensation(nn.Module):
-    """Means of the two towers, from a probe or from the micro-batches, and the age limit.
-
-    Attributes:
-        query_mean, passage_mean: `RunningMean` of each tower; None before the bank is made, and
-            always with ``drift_compensation="none"``.
-        probe: `DriftProbe`; None before the first call of `observe`.
-        expects_probe: True if the means come from `observe` alone; they stay 0 until its second
-            call. The text loss, which encodes the probe, sets it. It is not part of the state.
-        age_limit: maximum number of entries in use, before it is rounded to whole blocks of the
-            bank. It never retires entries of the current update; a full bank does.
-    """
+    """Means of the two towers, from a probe or from the micro-batches, and the age limit."""
 
     def __init__(self, settings: InfoNCESettings) -> None:
         super().__init__()
         self.settings = settings
+        # None before the bank is made, and always with drift_compensation="none".
         self.query_mean: RunningMean | None = None
         self.passage_mean: RunningMean | None = None
-        self.probe: DriftProbe | None = None
+        self.probe: DriftProbe | None = None  # before the first call of `observe`
+        # True if the means come from `observe` alone; they stay 0 until its second call. The text
+        # loss, which encodes the probe, sets it. It is not part of the state.
         self.expects_probe = False
+        # Maximum number of entries in use, before it is rounded to whole blocks of the bank. It
+        # never retires entries of the current update; a full bank does.
         self.age_limit = settings.bank_size
         # Mean, weight and variance of each tower with the current micro-batch included.
         self._next_states: list[tuple[Tensor, Tensor, Tensor]] = []

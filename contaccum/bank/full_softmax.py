@@ -135,12 +135,9 @@ def sum_over_documents(
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Compute sums over the negatives of each query, from all blocks.
 
-    `compute_full_softmax_loss` describes the arguments.
-
     Returns:
         The largest logit of each query, (n,), which is subtracted from its logits before the
-        exponential, so that nothing overflows; the sum of the exponentials, (n,); and the sum of
-        exponential times document, (n, d).
+        exponential; the sum of the exponentials, (n,); and of exponential times document, (n, d).
     """
     max_logits = queries.new_full((len(queries),), MASKED)
     exp_sums = torch.zeros_like(max_logits)

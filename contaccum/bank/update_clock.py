@@ -31,11 +31,10 @@ class UpdateClock:
     Attributes:
         num_pairs: number of pairs of all training micro-steps.
         num_updates: number of updates that have ended.
-        update_start: number of the first pair that is not aged, counted from the start of training:
-            the first of the current update, or the first since `age_entries`. Entries of earlier
-            pairs are aged: an older encoder encoded them.
-        update_ends: for each past update whose pairs the bank still uses, the value of
-            ``num_pairs`` at its end, oldest first.
+        update_start: number of the first pair that is not aged: of the current update, or since
+            `age_entries`. An older encoder encoded the entries of earlier pairs.
+        update_ends: ``num_pairs`` at the end of each past update whose pairs the bank still uses,
+            oldest first.
     """
 
     def __init__(self) -> None:
@@ -53,9 +52,7 @@ class UpdateClock:
     def add_pairs(self, num_pairs: int, oldest_in_use: int) -> None:
         """Count the pairs of a training micro-step; the next optimizer step ends their update.
 
-        Args:
-            num_pairs: number of pairs of the micro-step.
-            oldest_in_use: number of the oldest pair that the bank uses from now on.
+        ``oldest_in_use`` is the number of the oldest pair that the bank uses from now on.
         """
         self.num_pairs += num_pairs
         self.update_ends = [end for end in self.update_ends if end > oldest_in_use]
@@ -75,10 +72,7 @@ class UpdateClock:
         self.update_start = self.num_pairs
 
     def get_state(self) -> Tensor:
-        """Return the state as int64 (4 + past updates,) on the CPU.
-
-        Reading it never waits for a device.
-        """
+        """Return the state as int64 (4 + past updates,) on the CPU."""
         counts = [self.num_pairs, self.num_updates, self.update_start, self._latest_end]
         return torch.tensor(counts + self.update_ends)
 

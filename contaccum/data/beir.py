@@ -34,14 +34,7 @@ from contaccum.data.rows import (
     split_cells,
 )
 from contaccum.errors import DataError, closest, quoted, warn_once
-from contaccum.files import (
-    AnyPath,
-    Fingerprint,
-    atomic_folder,
-    cache_folder,
-    read_json,
-    write_text,
-)
+from contaccum.files import AnyPath, Fingerprint, atomic_folder, cache_folder, read_json, write_text
 
 QRELS_HEADER = "query-id\tcorpus-id\tscore\n"
 OUTSIDE_CORPUS = "relevant document outside the corpus"
@@ -93,9 +86,7 @@ class BeirDataset:
 
 
 def load_beir_folder(
-    path: AnyPath,
-    split: str = "test",
-    report: RecordReport | None = None,
+    path: AnyPath, split: str = "test", report: RecordReport | None = None
 ) -> BeirDataset:
     """Load one split of a BEIR folder.
 
@@ -177,7 +168,7 @@ def find_beir_file(folder: Path, name: str) -> Path:
 
 def find_qrels_file(folder: Path, split: str) -> Path:
     """Return the path of a split's judgements; raises `DataError`, which lists the splits."""
-    # In reversed order a plain file comes after its gzip copy, and replaces it.
+    # A plain file comes after its gzip copy, and replaces it.
     paths = sorted(folder.glob("qrels/*.tsv*"), reverse=True)
     path_by_split = {path.name.split(".tsv")[0]: path for path in paths}
     if split not in path_by_split:
@@ -256,15 +247,14 @@ def write_qrels(folder: Path, split: str, qrels: Mapping[str, Mapping[str, int]]
 def write_beir_folder(
     folder: Path,
     documents: Iterable[tuple[str, str | None, str]],
-    queries: Iterable[tuple[str, str]],
+    queries: Mapping[str, str],
     qrels: Mapping[str, Mapping[str, int]],
-    split: str,
 ) -> None:
-    """Write documents (id, title, text), queries (id, text) and qrels as a BEIR folder."""
+    """Write documents (id, title, text), {query id: text} and qrels as a split ``test``."""
     write_text(folder / "corpus.jsonl", (format_document(*document) for document in documents))
-    lines = (json.dumps({"_id": name, "text": text}) + "\n" for name, text in queries)
+    lines = (json.dumps({"_id": name, "text": text}) + "\n" for name, text in queries.items())
     write_text(folder / "queries.jsonl", lines)
-    write_qrels(folder, split, qrels)
+    write_qrels(folder, "test", qrels)
 
 
 def get_set_name(name_or_path: str) -> str:
@@ -278,10 +268,9 @@ def get_default_split(name_or_path: AnyPath) -> str:
 
 
 def resolve_beir_data(name_or_path: AnyPath) -> Path:
-    """Return the folder of a BEIR set; a public set is downloaded if it is not in the cache.
+    """Return a folder as it is; download a public BEIR set, by its name, if it is not in the cache.
 
-    ``name_or_path`` is a folder, which is returned as it is; else the name of a public BEIR set, or
-    `cqadupstack/FORUM` for one of the twelve parts of CQADupStack.
+    The twelve parts of CQADupStack have the names `cqadupstack/FORUM`.
     """
     folder = Path(name_or_path).expanduser()
     # Path.exists() raises an error for very long names, os.path.exists() does not.

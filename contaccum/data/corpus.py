@@ -32,10 +32,7 @@ _IDS_PER_BLOCK = 2**16
 def read_texts(
     path: Path, kind: Literal["query", "document"], report: RecordReport, columns: Columns = None
 ) -> Iterator[Passage]:
-    """Yield the documents or the queries of a corpus.
-
-    Memory holds a hash of 8 bytes for each id. With ten million ids, the probability that two
-    different ones have the same hash, and are refused, is 3e-6.
+    """Yield the documents or the queries of a corpus. Memory holds 8 bytes for each id.
 
     Args:
         path: a file or BEIR folder that `read_passages` reads. For queries, a BEIR folder's

@@ -35,8 +35,8 @@ def store_records(source: RecordSource, report: RecordReport) -> tuple[Dataset, 
     """Return the records of a source, which is read only if `datasets` has not stored it yet.
 
     This is the cache of `datasets`: one process writes an entry, while others that need it wait.
-    Its last row is no record. It holds, as JSON, what was counted and hashed during reading.
-    ``report`` receives the counts of records, also if they were read by an earlier run.
+    Its last row is no record: it holds, as JSON, what was counted and hashed during reading, which
+    ``report`` receives.
 
     Returns:
         A data set with the fields of a `Record`, "query_id" and "positive_ids" (see `text_ids`);
@@ -90,16 +90,14 @@ class TrainingData:
     """The rows of one training set, and where they come from.
 
     Attributes:
-        dataset: rows of the texts "query", "positive", "negative_1" .. "negative_h", in this order.
-            They have a "label" with the text ids too, for the loss, if a query has several
-            positives.
+        dataset: rows of the texts "query", "positive", "negative_1" .. "negative_h", in this order,
+            with a "label" of text ids for the loss if a query has several positives.
         path: file, folder or hub name of the data.
         report: counts of used and bad records.
         fingerprint: sha256, in hex, of the texts in order and of everything that is sampled from.
         transform: the transform of `dataset`, which samples the texts of the rows.
-        pairs: text ids (see `text_ids`) of query and positive for every positive of every record,
-            int64 (n, 2).
-        has_negatives: whether a record has a hard negative.
+        pairs: text ids (see `text_ids`) of each query and positive, int64 (n, 2).
+        has_negatives: True if a record has a hard negative.
     """
 
     dataset: Dataset
@@ -188,9 +186,8 @@ def load_training_data(
         first_rows = np.cumsum(rows_per_record) - rows_per_record
         rows = np.column_stack([record_numbers, np.arange(num_rows) - first_rows[record_numbers]])
 
-    # The fingerprint of the texts, and of the settings that change the sampled texts. A setting
-    # without effect on these data is left out: runs that train on the same texts have the same
-    # fingerprint. For example, `positives` has no effect if no record has several positives.
+    # A setting without effect on these data is left out, such as `positives` if no record has
+    # several: runs that train on the same texts have the same fingerprint.
     parts: list[object] = [hashes["texts"], positives if num_positives.max() > 1 else "one"]
     if num_hard_negatives:
         parts += [hashes["negatives"], num_hard_negatives, int(num_negatives.max())]

@@ -158,10 +158,9 @@ def get_words(text: str) -> str:
 def join_near_duplicates(
     texts: Sequence[str], groups: DisjointSet, show_progress: bool = False
 ) -> int:
-    """Merge the groups of texts that are near-duplicates; return the number of merges.
+    """Merge the groups of near-duplicates, sets of indices, in place; return the number of merges.
 
-    ``groups``, disjoint sets of the texts' indices, are merged in place. Texts of one group are not
-    compared. Memory holds about 5 KB for each text.
+    Texts of one group are not compared. Memory holds about 5 KB for each text.
     """
     num_groups = groups.n_subsets
     labels = np.array([groups[number] for number in range(len(texts))], dtype=np.int64)
@@ -238,23 +237,18 @@ def _find_pairs(
 
 
 class _GramIndex:
-    """Index of the 5-grams of n sketches, uint64 (n, `_SKETCH_SIZE`). A number names a 5-gram.
-
-    Attributes:
-        sizes: number of hashes in each sketch, int64 (n,).
-        frequencies: number of sketches that have each gram.
-    """
+    """Index of the 5-grams of n sketches, uint64 (n, `_SKETCH_SIZE`). A number names a 5-gram."""
 
     def __init__(self, sketches: np.ndarray) -> None:
         self.sketches = sketches
         is_hash = sketches < _PADDING
-        self.sizes = is_hash.sum(axis=1)
+        self.sizes = is_hash.sum(axis=1)  # number of hashes in each sketch, int64 (n,)
+        # `frequencies` has the number of sketches with each gram.
         hashes, gram_numbers, self.frequencies = np.unique(
             sketches[is_hash], return_inverse=True, return_counts=True
         )
         self._grams = np.full(sketches.shape, len(hashes), dtype=np.int32)
         self._grams[is_hash] = gram_numbers
-        self._is_in_sketch = np.zeros(len(hashes) + 1, dtype=bool)
         # The pairs of a gram and a row, in order.
         self._pairs = np.sort(gram_numbers * len(sketches) + np.nonzero(is_hash)[0])
         self._rows = (self._pairs % len(sketches)).astype(np.int32)
@@ -268,9 +262,8 @@ class _GramIndex:
     def find_rarest(self, row: int, least_shared: float) -> tuple[np.ndarray, int]:
         """Return the rarest grams of a sketch, and the number of its other grams.
 
-        A sketch that shares ``least_shared`` grams with this one has at least one of them. If grams
-        are rare, more of them are returned than that takes: a sketch with few of these then needs
-        no comparison.
+        A sketch that shares ``least_shared`` grams with this one has at least one of them. Further
+        rare grams are returned too: a sketch with few of these needs no comparison.
         """
         grams = self._grams[row, : self.sizes[row]].astype(np.int64)
         frequencies = self.frequencies[grams]
@@ -283,14 +276,11 @@ class _GramIndex:
     def compute_overlaps(self, row: int, rows: np.ndarray) -> np.ndarray:
         """Return the Jaccard similarities of a sketch and c other sketches, float64 (c,).
 
-        They are those of the 5-grams up to the last hash of a full sketch: up to there, all are
-        known.
+        Those are of the 5-grams up to the last hash of a full sketch, which are all known.
         """
         sketch, others = self.sketches[row], self.sketches[rows]
         grams = self._grams[row, : self.sizes[row]]
-        self._is_in_sketch[grams] = True
-        num_shared = self._is_in_sketch[self._grams[rows]].sum(axis=1)
-        self._is_in_sketch[grams] = False
+        num_shared = np.isin(self._grams[rows], grams).sum(axis=1)
         limits = np.minimum(np.minimum(sketch[-1], others[:, -1]), _LAST_HASH)
         num_grams = np.searchsorted(sketch, limits, side="right")
         num_other_grams = (others <= limits[:, None]).sum(axis=1)
@@ -316,22 +306,13 @@ def _make_sketches(texts: Sequence[str]) -> np.ndarray:
 
 
 class Grouping(NamedTuple):
-    """The groups of the records. A group is named by a number.
-
-    Attributes:
-        group_of_record: number of the group of each record.
-        queries_of_group: {group: number of distinct queries of its records}.
-        key_of_group: {group: its alphabetically first query}. Unlike the number of the group, it
-            does not depend on the order of the records.
-        groups_of_test: groups that are linked with the test set that the data came with.
-        num_near_duplicates: number of texts that nearly equal an earlier text.
-    """
+    """The groups of the records. A group is named by a number."""
 
     group_of_record: list[int]
-    queries_of_group: dict[int, int]
-    key_of_group: dict[int, str]
-    groups_of_test: set[int]
-    num_near_duplicates: int
+    queries_of_group: dict[int, int]  # {group: number of distinct queries of its records}
+    key_of_group: dict[int, str]  # {group: its first query}, whatever the order of the records
+    groups_of_test: set[int]  # those that are linked with the test set that the data came with
+    num_near_duplicates: int  # texts that nearly equal an earlier text
 
     def count_queries(self, groups: Iterable[int]) -> int:
         """Return the number of distinct queries in some groups."""
@@ -345,13 +326,11 @@ def group_records(
     documents: Iterable[Passage] = (),
     show_progress: bool = False,
 ) -> Grouping:
-    """Group the records that are linked.
+    """Group the records that are linked with each other, or with texts of a given test set.
 
-    Args:
-        test_texts: the texts of a test set that the data came with.
-        by_query: True to link records by queries alone, so that a held-out query may have passages
-            in training. A passage that is a query too, or nearly so, counts as a query.
-        documents: the corpus, whose documents link passages with and without their title.
+    ``by_query`` links them by queries alone, and by passages that are queries too, or nearly so: a
+    held-out query may have passages in training. Else, ``documents``, the corpus, link passages
+    with and without their title.
     """
     # Each distinct normalised text has a number, and a group is a set of these.
     text_numbers: dict[str, int] = {}
@@ -409,8 +388,8 @@ def group_records(
 def group_queries(dataset: BeirDataset) -> dict[str, int]:
     """Return {query id: number of its group} for a data set, by the same rule as a split.
 
-    Queries are in one group if they share a relevant document, or have nearly the same text as each
-    other or as a relevant document. Their scores are not independent of each other.
+    Queries of a group share a relevant document, or have nearly the same text as each other or as a
+    relevant document. Their scores are not independent of each other.
     """
     records = []
     for query_id, text in dataset.queries.items():

@@ -51,8 +51,7 @@ SPLIT_RECORD = "split.json"
 _HUB_NAME = r"([\w.-]+/)?[\w-]+(\.[0-9][\w.-]*)?(:[\w.-]+)?"
 
 _CACHE_VERSION = 18
-"""Version of the readers and the stored records. Increase it when either changes, so that records
-of an older version are not used."""
+"""Version of the readers and the stored records. Increase it when either changes."""
 
 _USUAL_NAMES = {
     "query": "query anchor question query_text sentence1",
@@ -68,9 +67,8 @@ _USUAL_NAMES = {
     "is_similar is_positive is_duplicate grade rating",
 }
 FIELDS = {role: tuple(names.split()) for role, names in _USUAL_NAMES.items()}
-"""{role: usual names of the field}, those of FlagEmbedding, Tevatron and sentence-transformers
-among them. The first name that a record has is used. `negative_1`, `negative_2` ... are negatives
-too.
+"""{role: usual names of the field}, also those of FlagEmbedding, Tevatron and
+sentence-transformers. The first one that a record has is used; `negative_1` ... are negatives too.
 """
 
 # Words that files have in place of the labels 1 and 0, after `_fold`.
@@ -194,10 +192,7 @@ def _expand_data_designer(rows: Rows) -> Rows:
 
 
 def _load_dataset(path: Path, data_format: str, split: str | None) -> Any:
-    """Load a parquet file or a saved dataset, or NAME or NAME:CONFIG of the hub.
-
-    Without a split, it is the only one, or "train".
-    """
+    """Load a parquet file, or the only or named split (None: "train") of another dataset."""
     import datasets
 
     source = str(path)
@@ -396,13 +391,11 @@ class RecordSource:
         negatives = list(dict.fromkeys(others + negatives))
         if self._chosen is None:
             self._chosen = chosen  # the first usable record decides for all others
-            used_names = {"", *chosen, *numbered_fields}
-            for role, names in self._names.items():
-                is_list = isinstance(get_first_value(row, names), list)
-                is_read = role != "score" or is_list or self._min_score is not None
-                if role not in ("query", "positive") and is_read:
-                    used_names.update(names)
-            self._unused_fields = [name for name in row if name not in used_names]
+            used = {"", *chosen, *numbered_fields, *self._names["title"], *self._names["negatives"]}
+            scores = self._names["score"]
+            if self._min_score is not None or isinstance(get_first_value(row, scores), list):
+                used.update(scores)
+            self._unused_fields = [name for name in row if name not in used]
         self.num_generated += row.get(GENERATED_BY) is not None
         return Record(query, list(positives), negatives)
 
@@ -430,9 +423,9 @@ class RecordSource:
     ) -> list[bool]:
         """Return, for each passage of a row, if its score or label is that of a match.
 
-        A list of passages may have a list of scores, and a single one a list of one score. Another
-        score is that of all passages. Raises `Fault` for scores that do not fit the passages or
-        `min_score`; without it, for a row without match, and for a score beside `sentence1`.
+        A list of passages may have a list of scores; another score is that of all passages. Raises
+        `Fault` for scores that do not fit the passages or `min_score`; without it, for a row
+        without match, and for a score beside `sentence1`.
         """
         num_passages = len(passages) if isinstance(passages, list) else 1
         is_match = [True] * num_passages
@@ -527,11 +520,8 @@ def _is_number(value: Any) -> bool:
 def parse_columns(columns: Columns, option: Option = "data_columns") -> dict[str, str]:
     """Return column names by role; raises `ConfigError` for what cannot be used.
 
-    Args:
-        columns: a mapping, a list of words ``ROLE=NAME``, or a list of one mapping as JSON text;
-            None: no columns.
-        option: "data_columns" for the roles of `FIELDS`, "corpus_columns" for those of
-            `CORPUS_FIELDS`.
+    ``columns`` is a mapping, a list of words ``ROLE=NAME``, or a list of one mapping as JSON text.
+    The roles are those of `FIELDS`, or with the option "corpus_columns" those of `CORPUS_FIELDS`.
     """
     if not columns:
         return {}

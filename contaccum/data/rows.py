@@ -37,7 +37,6 @@ PARQUET_MAGIC = b"PAR1"
 
 _BYTE_ORDER_MARK = b"\xef\xbb\xbf"
 _UNREADABLE = (OSError, EOFError, zlib.error)  # what reading a damaged gzip file raises
-_HEAD_SIZE = 1 << 16
 _BINARY_START = 256  # bytes that are searched for a zero
 _NOT_UTF_8 = "not UTF-8 text"
 _SAVE_AS_UTF_8 = "save the file as UTF-8, for example with iconv -f cp1252 -t utf-8"
@@ -130,9 +129,8 @@ def parse_rows(
 ) -> Iterator[T]:
     """Yield the parsed rows of a file, without bad records, but at least one.
 
-    Memory holds a hash of 8 bytes for each, which counts repeated records. ``parse`` returns None
-    for a row that a setting leaves out. ``report`` receives the counts, unless it has counted the
-    same file before.
+    A hash of 8 bytes for each counts repeated records. ``parse`` returns None for a row that a
+    setting leaves out. ``report`` receives the counts, unless it has counted the file before.
     """
     if str(path) in report.by_file:
         report = RecordReport(report.on_bad_record)
@@ -190,10 +188,7 @@ def parse_text(value: object, field_name: str, may_be_blank: bool = False) -> st
 
 def get_first_value(record: Mapping[str, Any], names: Sequence[str]) -> Any:
     """Return the value of the first of some fields that is present and not null, else None."""
-    for name in names:
-        if record.get(name) is not None:
-            return record[name]
-    return None
+    return next((record[name] for name in names if record.get(name) is not None), None)
 
 
 def parse_id(value: object, field_name: str) -> str:
@@ -260,7 +255,7 @@ def _open(path: AnyPath) -> Iterator[gzip.GzipFile | io.BufferedReader]:
 def read_head(path: AnyPath) -> bytes:
     """Return up to 64 KB of a file, unpacked, without leading white space; none if damaged."""
     with _open(path) as file, suppress(*_UNREADABLE):
-        return file.read1(_HEAD_SIZE).lstrip()
+        return file.read1(1 << 16).lstrip()
     return b""
 
 
@@ -326,40 +321,30 @@ def read_json_array(path: AnyPath) -> Rows:
             raise _make_data_error(path, number + 1, fault) from error
 
 
-def parse_header(head: bytes) -> tuple[list[str], dict[str, Any]]:
-    """Return the names of a table's columns, and options of `csv.reader`, from the file's start.
-
-    The delimiter is the most frequent comma, semicolon or tab outside of quotes. Bytes that are not
-    a table have no names.
-    """
-    line = head.decode("utf-8", "replace").partition("\n")[0]
-    unquoted_line = re.sub('"[^"]*"', "", line)
-    delimiter = max("\t,;", key=unquoted_line.count)
-    has_blanks_before_quotes = f'{delimiter} "' in line
-    options: dict[str, Any] = {"delimiter": delimiter, "skipinitialspace": has_blanks_before_quotes}
-    try:
-        cells = next(csv.reader([line], **options), [])
-    except csv.Error:
-        cells = []
-    return [cell.strip() for cell in cells], options
-
-
 def read_csv(path: AnyPath) -> Rows:
     """Yield the rows of a table with a header, as {column name: cell}; a blank cell is None.
 
-    Raises `DataError` for a column name that occurs twice, and for a broken quote, because the rows
-    after it cannot be separated.
+    The delimiter is the header's most frequent comma, semicolon or tab outside of quotes. Raises
+    `DataError` for a column name that occurs twice, and for a broken quote, because the rows after
+    it cannot be separated.
     """
     # The csv module's own limit of 128 KB per cell would refuse long documents.
     csv.field_size_limit(2**31 - 1)
-    _, options = parse_header(read_head(path))
+    header = read_head(path).decode("utf-8", "replace").partition("\n")[0]
+    delimiter = max("\t,;", key=re.sub('"[^"]*"', "", header).count)
+    has_blanks_before_quotes = f'{delimiter} "' in header
     names: list[str] = []
     line = 1
     with _open(path) as file:
         # Bytes that are not UTF-8 become surrogates, which `parse_text` refuses in their row.
         text_file = io.TextIOWrapper(file, "utf-8", "surrogateescape", newline="")
         try:
-            reader = csv.reader(text_file, strict=True, **options)
+            reader = csv.reader(
+                text_file,
+                delimiter=delimiter,
+                skipinitialspace=has_blanks_before_quotes,
+                strict=True,
+            )
             for cells in reader:
                 if not any(cell.strip() for cell in cells):
                     pass  # a blank line

@@ -1,8 +1,7 @@
 """Batch samplers whose order is a function of seed and epoch alone, so that a run can resume.
 
 The default sampler of sentence-transformers draws all epochs from one generator: a run that
-resumes in its second epoch would repeat the order of the first. Its other samplers are used as
-they are.
+resumes in its second epoch would repeat the order of the first.
 
 The generator's seed is seed * factor + epoch: it differs for any two pairs of seed and epoch with
 fewer epochs than the factor, a prime.

@@ -12,7 +12,7 @@ record lists as a positive of a query, is never a negative of this query.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator
 from functools import partial
 from hashlib import blake2b
 from typing import TYPE_CHECKING, Any
@@ -40,8 +40,7 @@ class EpochSampling:
 
     Args:
         records: the records of the cache, with the fields of a `Record`.
-        num_hard_negatives: h, the number of negatives of each row. A record with fewer gets
-            passages of other records.
+        num_hard_negatives: h, the number of negatives of each row.
         draws_positive: True to sample the positive of a row in each epoch from those of its record.
         rows: number of the record and index of the positive for each of the N rows, int64 (N, 2);
             None: row i has the first positive of record i.
@@ -49,8 +48,8 @@ class EpochSampling:
 
     Attributes:
         columns: the text columns of a row: "query", "positive", "negative_1" .. "negative_h".
-        has_text_ids: True to give rows a label with the ids of their texts, int64. It is True from
-            the start if there are known positives, which the loss finds by id.
+        has_text_ids: True to give rows a label with the ids of their texts, int64; it is True at
+            first if there are known positives, which the loss finds by id.
     """
 
     def __init__(
@@ -97,10 +96,7 @@ class EpochSampling:
         """Replace the row numbers in the text columns of a batch, {column: values}, by texts.
 
         A column "label" is added if the batch has query and positive, and `has_text_ids` is True.
-
-        Raises:
-            ConfigError: for other columns without query or positive: the texts could not be matched
-                to the labels.
+        Raises `ConfigError` for other columns without query or positive.
         """
         text_columns = [name for name in batch if name in self.columns]
         other_columns = {name: batch[name] for name in batch if name not in self.columns}
@@ -148,20 +144,16 @@ class EpochSampling:
                 texts[name].append(text)
         return texts
 
-    def pairs(self, numbers: Sequence[int] | None = None) -> Iterator[dict[str, Any]]:
-        """Yield {"query": text, "positive": texts} for rows, by number; None: for all rows.
+    def pairs(self, numbers: list[int]) -> Iterator[tuple[str, list[str]]]:
+        """Yield the query and the positives of rows, by number.
 
         The first positive is the row's own. If positives are sampled, all of the record follow.
         """
-        if numbers is None:
-            numbers = range(len(self))
-        for start in range(0, len(numbers), _BATCH_SIZE):
-            rows = self._read_sources(list(numbers[start : start + _BATCH_SIZE]))
-            for record, positive_index in rows:
-                positives = [record.positives[positive_index]]
-                if self._draws_positive:
-                    positives += record.positives
-                yield {"query": record.query, "positive": positives}
+        for record, positive_index in self._read_sources(numbers):
+            positives = [record.positives[positive_index]]
+            if self._draws_positive:
+                positives += record.positives
+            yield record.query, positives
 
     def _read_sources(self, numbers: list[int]) -> list[tuple[Record, int]]:
         """Return the record of each row, and the index of the row's positive in it."""
@@ -228,25 +220,19 @@ def first_texts(dataset: Any) -> Iterator[dict[str, list[str | None]]]:
 
 
 def text_ids(texts: Iterable[Any]) -> np.ndarray:
-    """Return the ids of k texts, int64 (k,). The id of a text is a 64-bit hash.
+    """Return the ids of k texts, int64 (k,), which are 64-bit hashes.
 
-    Among n = ten million texts, the probability that two have the same id is about
-    n^2 / 2 / 2^64 = 3e-6.
+    Among ten million texts, two have the same id with a probability of 3e-6.
     """
     hashes = [blake2b(str(text).encode("utf-8"), digest_size=8).digest() for text in texts]
     return np.frombuffer(b"".join(hashes), dtype="<i8").astype(np.int64)
 
 
 def collect_known_positives(pairs: np.ndarray) -> np.ndarray | None:
-    """Return the distinct pairs of all queries that have more than one positive.
+    """Return the distinct pairs of all queries with several positives, int64 (r, 2), sorted.
 
-    For example, the pairs (1, 5), (2, 6), (2, 7), (2, 6) give [[2, 6], [2, 7]].
-
-    Args:
-        pairs: text ids of a query and of one of its positives, int64 (n, 2), in any order.
-
-    Returns:
-        The pairs, int64 (r, 2), sorted by query and then by positive; None if r would be 0.
+    ``pairs`` has the text ids of queries and positives, int64 (n, 2): (1, 5), (2, 6), (2, 7),
+    (2, 6) give [[2, 6], [2, 7]]. None if r would be 0.
     """
     sorted_pairs = pairs[np.lexsort((pairs[:, 1], pairs[:, 0]))]
     differs_from_previous = (sorted_pairs[1:] != sorted_pairs[:-1]).any(axis=1)

@@ -137,38 +137,22 @@ class SplitSettings:
 
 @dataclass(frozen=True)
 class Split:
-    """Counts of a split.
-
-    Attributes:
-        train, dev, test: number of distinct queries.
-        records: number of records in train.jsonl.
-        documents: number of documents by side: in corpus.jsonl ("train"), and those to search in
-            "dev" and "test".
-        near_duplicates: number of texts that nearly equal an earlier text.
-        known: number of known queries in dev and in test. The others are new.
-        left_out: number of records on no side, which share a text with the data's own test set.
-        settings: the `SplitSettings`.
-        fingerprint: sha256, in hex, of all records and of the settings.
-        folds: number of folds of these sizes. The last one can have fewer known test queries.
-        positives_added: number of positives of dev and test that the given corpus lacks.
-        has_own_test: whether the data came with a test set.
-        generated: number of records that name what has generated them.
-    """
+    """Counts of a split; those without a comment are numbers of distinct queries."""
 
     train: int
     dev: int
     test: int
-    records: int
-    documents: dict[str, int]
-    near_duplicates: int
-    known: dict[str, int]
-    left_out: int
-    settings: dict[str, Any]
-    fingerprint: str
-    folds: int
-    positives_added: int
-    has_own_test: bool
-    generated: int
+    records: int  # in train.jsonl
+    documents: dict[str, int]  # in corpus.jsonl ("train"), and those to search in "dev" and "test"
+    near_duplicates: int  # texts that nearly equal an earlier text
+    known: dict[str, int]  # known queries in "dev" and "test"; the others are new
+    left_out: int  # records on no side, which share a text with the data's own test set
+    settings: dict[str, Any]  # the `SplitSettings`
+    fingerprint: str  # sha256, in hex, of all records and of the settings
+    folds: int  # of these sizes; the last one can have fewer known test queries
+    positives_added: int  # positives of dev and test that the given corpus lacks
+    has_own_test: bool  # the data came with a test set
+    generated: int  # records that name what has generated them
 
     @property
     def questions(self) -> str:
@@ -285,12 +269,8 @@ def split_data(
     grouping = group_records(records, test_texts, by_query, documents, show_progress)
     sizes = _choose_sizes(data.path, grouping, settings, own_test is not None)
     sides, num_folds = assign_sides(data.path, records, grouping, sizes, settings)
-    parts: dict[str, list[Record]] = {
-        "train": [],
-        "dev": [],
-        "test": test_records,
-        "left out": [],
-    }
+    parts: dict[str, list[Record]] = {side: [] for side in ("train", "dev", "test", "left out")}
+    parts["test"] = test_records
     for record, side in zip(records, sides, strict=True):
         parts[side].append(record)
     held_out = find_held_out(parts, documents, show_progress)
@@ -396,11 +376,10 @@ def assign_sides(
 ) -> tuple[list[str], int]:
     """Return the side of each record ("train", "dev", "test" or "left out"), and number of folds.
 
-    If known and new queries are held out, the small groups are in a random order. New queries come
-    from the first of them, which have half of all queries, and known queries from all other groups.
-    So a known query has its passages in training in every fold, and no query is known in one fold
-    and new in another. ``sizes`` are the numbers of queries to hold out; that of test is 0 if the
-    data came with a test set.
+    If known and new queries are held out, new ones come from the first small groups in a random
+    order, which have half of all queries, and known ones from all other groups. So no query is
+    known in one fold and new in another. ``sizes`` are the numbers of queries to hold out; that of
+    test is 0 if the data came with a test set.
 
     Raises `DataError` if too few queries can be held out, `ConfigError` for too large a fold.
     """
@@ -501,17 +480,13 @@ def _list_small_groups(grouping: Grouping, sizes: Mapping[str, int], seed: str) 
 
 
 def choose_known_queries(
-    source: AnyPath,
-    records: Sequence[Record],
-    sizes: Mapping[str, int],
-    settings: SplitSettings,
+    source: AnyPath, records: Sequence[Record], sizes: Mapping[str, int], settings: SplitSettings
 ) -> tuple[dict[int, dict[str, str]], int]:
     """Choose queries whose positives are all positives of queries that stay in training.
 
-    Near-duplicates of a query are held out with it. The groups of near-duplicates are in a random
-    order. The test set of fold k takes the first of them that folds 0 to k - 1 have not taken, dev
-    takes the last ones. A group is skipped if one of its passages would have no other query left.
-    So the last fold can have fewer queries.
+    Near-duplicates of a query are held out with it. Of their groups in a random order, the test set
+    of fold k takes the first that folds 0 to k - 1 have not taken, and dev the last ones. A group
+    is skipped if one of its passages would have no other query left.
 
     Args:
         records: if a passage is among them, all records with this passage.
@@ -520,8 +495,8 @@ def choose_known_queries(
 
     Returns:
         {fold: {normalised query: side}} of fold 0 and the fold of the settings, empty if too few
-            passages have known queries; and the number of folds whose test set has at least half as
-            many queries as wanted.
+            passages have known queries; and the number of folds with at least half of the wanted
+            test queries.
     """
     grouping = group_records(records, by_query=True)
     passages: dict[int, set[str]] = {}
@@ -582,15 +557,12 @@ def choose_known_queries(
 
 
 def find_held_out(
-    parts: Mapping[str, Sequence[Record]],
-    documents: Sequence[Passage],
-    show_progress: bool = False,
+    parts: Mapping[str, Sequence[Record]], documents: Sequence[Passage], show_progress: bool = False
 ) -> set[str]:
     """Return the normalised texts that must not be negatives in training.
 
     These are the queries and positives of dev and test, and their copies and near-duplicates among
-    hard negatives and documents. Positives of training records are never among them: known queries
-    have some of these too.
+    hard negatives and documents, without the positives of training records.
     """
     held_out_records = [*parts["dev"], *parts["test"]]
     held_out = _collect_positives(held_out_records)
@@ -608,10 +580,10 @@ def find_held_out(
 def collect_training_corpus(
     records: Iterable[Record], documents: Sequence[Passage], held_out: Set[str]
 ) -> list[Passage]:
-    """Return the documents that training may use as negatives, without repeated ones.
+    """Return the distinct documents that training may use as negatives.
 
-    These are the positives and hard negatives of the training records, and all ``documents``,
-    except for held-out texts and copies of these passages.
+    These are the passages of the training records, and all ``documents`` but held-out texts and
+    copies of these passages.
     """
     passages = _collect_passages(records)
     collected = {}  # {normalised text: document}
@@ -702,10 +674,10 @@ def _format_record(record: Record) -> str:
 def add_to_training(folder: Path, source: RecordSource, report: RecordReport) -> str:
     """Write the training records of a split, and further ones, to `WITH_GENERATED_FILE`.
 
-    Their documents are added to `CORPUS_FILE`. A further record, such as a generated question, is
-    left out if its query is one of dev or test, or nearly so, or if a document of it is new there:
-    the verdict on new documents is about those without any training query. Returns a line for the
-    user; raises `DataError` if no further record is left.
+    Their documents are added to `CORPUS_FILE`. A further record is left out if its query is one of
+    dev or test, or nearly so, or if a document of it is new there: the verdict on new documents is
+    about those without any training query. Returns a line for the user; raises `DataError` if no
+    further record is left.
     """
     training = list(RecordSource(folder / TRAIN_FILE).records(RecordReport()))
     training_positives = _collect_positives(training)
@@ -749,9 +721,8 @@ def judge_documents(
 ) -> tuple[list[Passage], dict[str, str], dict[str, dict[str, int]]]:
     """Return documents, queries ({id: text}) and qrels of the records of dev or test.
 
-    Every document that is a copy of a positive of a query is relevant to the query. For a positive
-    without such a document, those with the same words are its copies. Positives without any copy
-    are added to the documents.
+    Every document with the text of a positive is relevant to its query; without one, every document
+    with the words of the positive; without these, the positive is added to the documents.
 
     A query whose own text is a document gets the id of this document, unless the document is
     relevant to it: as in BEIR, an evaluation ignores the document with the id of the query.
@@ -820,7 +791,7 @@ def write_beir(
         ids = relevant_ids[query_id] & is_known.keys()
         kind = "known" if ids and all(is_known[name] for name in ids) else "new"
         kinds[kind][query_id] = judgements
-    write_beir_folder(folder, documents, queries.items(), qrels, "test")
+    write_beir_folder(folder, documents, queries, qrels)
     for kind, judged in kinds.items():
         if kinds["known"] and judged:
             write_qrels(folder, kind, judged)
@@ -838,4 +809,4 @@ def write_part(dataset: BeirDataset, document_ids: Container[str], folder: Path)
     for query_id, judgements in dataset.qrels.items():
         ids = [name for name in judgements if name in document_ids or name not in corpus]
         qrels[query_id] = {name: judgements[name] for name in ids}
-    write_beir_folder(folder, documents, dataset.queries.items(), qrels, "test")
+    write_beir_folder(folder, documents, dataset.queries, qrels)

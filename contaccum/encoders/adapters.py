@@ -28,7 +28,6 @@ from contaccum.files import AnyPath, read_json, write_json
 
 logger = logging.getLogger(__name__)
 
-
 _TRANSFORMER_TYPE = fullname(Transformer)
 _MODEL_TYPE = fullname(SentenceTransformer)
 _ADAPTER_CONFIG = "adapter_config.json"
@@ -167,25 +166,23 @@ def get_backbones(model: nn.Module) -> list[Any]:
     return [module.model for module in model.modules() if isinstance(module, Transformer)]
 
 
+def _get_adapter_configs(model: nn.Module) -> list[Any]:
+    configs_of_backbones = (getattr(each, "peft_config", {}) for each in get_backbones(model))
+    return [config for configs in configs_of_backbones for config in configs.values()]
+
+
 def has_adapter(model: nn.Module) -> bool:
-    return any(getattr(backbone, "peft_config", None) for backbone in get_backbones(model))
+    return bool(_get_adapter_configs(model))
 
 
 def describe_adapters(model: nn.Module) -> list[dict[str, Any]]:
     """Return base, rank, alpha, dropout and layers of each adapter, to describe a run in JSON."""
-    names = ("base_model_name_or_path", "r", "lora_alpha", "lora_dropout")
-    return [
-        {name: getattr(config, name, None) for name in names}
-        | {"layers": sorted(config.target_modules)}
-        for config in _get_adapter_configs(model)
-    ]
-
-
-def _get_adapter_configs(model: nn.Module) -> list[Any]:
-    backbones = get_backbones(model)
-    return [
-        config for backbone in backbones for config in getattr(backbone, "peft_config", {}).values()
-    ]
+    descriptions = []
+    for config in _get_adapter_configs(model):
+        names = ("base_model_name_or_path", "r", "lora_alpha", "lora_dropout")
+        description = {name: getattr(config, name, None) for name in names}
+        descriptions.append({**description, "layers": sorted(config.target_modules)})
+    return descriptions
 
 
 def require_peft(feature: str) -> None:
@@ -220,8 +217,8 @@ def share_equal_frozen_weights(backbones: Sequence[PreTrainedModel]) -> None:
 
 def find_adapter_bases(folder: Path) -> list[str]:
     """Return the name or folder of each adapter's base in a model's folder; this needs peft."""
-    patterns = (_ADAPTER_CONFIG, f"{_TOWER_FOLDERS}/{_ADAPTER_CONFIG}")
-    config_files = [file for pattern in patterns for file in folder.glob(pattern)]
+    towers = (folder, *folder.glob(_TOWER_FOLDERS))
+    config_files = [file for tower in towers for file in tower.glob(_ADAPTER_CONFIG)]
     if config_files:
         require_peft(str(folder))
     return [str(read_json(file)["base_model_name_or_path"]) for file in config_files]
@@ -231,8 +228,8 @@ def find_adapter_bases(folder: Path) -> list[str]:
 def saving(model: nn.Module, folder: AnyPath) -> Iterator[None]:
     """Remove files of another model before the ``with`` block saves a model, and complete it.
 
-    For an adapter, it adds what sentence-transformers needs to load it and does not save: the dtype
-    of the base, and the types of the towers in the Router.
+    To load an adapter, sentence-transformers needs the dtype of the base, and other types of the
+    towers in the Router than it saves.
     """
     folder = Path(folder)
     bases = [Path(config.base_model_name_or_path) for config in _get_adapter_configs(model)]

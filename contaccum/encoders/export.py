@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import re
 from collections.abc import Sequence
-from itertools import islice
 from pathlib import Path
 from typing import Any
 
@@ -24,7 +23,7 @@ from sentence_transformers.sentence_transformer.modules import (
 )
 
 from contaccum.data.beir import load_beir_folder, shipped_scifact
-from contaccum.data.rows import passage_text
+from contaccum.data.corpus import get_passage_texts
 from contaccum.encoders import adapters
 from contaccum.encoders.settings import Kind, get_tower, is_tied, require_max_length
 from contaccum.errors import ConfigError, UserError, check_choice
@@ -40,7 +39,6 @@ from contaccum.files import (
 from contaccum.redaction import redact
 
 _DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
-_RECORD_FILE = "export.json"
 _LEAST_COSINE = 0.9999  # two embeddings of the same text agree if theirs is at least this
 _TASKS: dict[str, tuple[Kind, ...]] = {
     "query": ("query",),
@@ -50,8 +48,6 @@ _TASKS: dict[str, tuple[Kind, ...]] = {
 """{subfolder of the export: tasks that its model serves}"""
 _NUM_CHECK_TEXTS = 50  # of each task
 _EXPORTED_MODULES = (Transformer, Pooling, Dense, Normalize)
-_CLASSIC_TYPE_PREFIX = "sentence_transformers.models."
-"""Start of a module's type in ``modules.json`` before sentence-transformers 6."""
 _POOLING_FLAGS = {
     "cls": "pooling_mode_cls_token",
     "mean": "pooling_mode_mean_tokens",
@@ -72,8 +68,7 @@ def export_model(
 ) -> dict[str, Any]:
     """Write a model as plain SentenceTransformer folders, and compare them with the model.
 
-    The model itself is changed: its adapters are merged, and its weights get the dtype. For a
-    float32 export, and for a model with adapters, they become float32 before the comparison.
+    The model itself is changed: its adapters are merged, and its weights get the dtype.
 
     Args:
         folder: the new folder.
@@ -99,10 +94,9 @@ def export_model(
             require_max_length(plain_model, task)
 
     dataset = load_beir_folder(shipped_scifact(), "test")
-    documents = islice(dataset.corpus.values(), _NUM_CHECK_TEXTS)
     texts: dict[Kind, list[str]] = {
-        "query": list(islice(dataset.queries.values(), _NUM_CHECK_TEXTS)),
-        "document": [passage_text(document["title"], document["text"]) for document in documents],
+        "query": list(dataset.queries.values())[:_NUM_CHECK_TEXTS],
+        "document": get_passage_texts(dataset.corpus)[:_NUM_CHECK_TEXTS],
     }
     has_adapter = adapters.has_adapter(model)
     if dtype == "float32" or has_adapter:
@@ -135,7 +129,7 @@ def export_model(
                         f"{task!r}); nothing was written"
                     )
         record = {"model": model_name, "dtype": dtype, "checks": checks, "made_with": provenance()}
-        write_json(new_folder / _RECORD_FILE, record)
+        write_json(new_folder / "export.json", record)
     return record
 
 
@@ -182,22 +176,20 @@ def write_plain_model(
 ) -> None:
     """Save a plain model in a dtype, with its settings in the files and keys that servers read.
 
-    These are the types of modules, the pooling and the ``max_seq_length`` of versions before
-    sentence-transformers 6, which can still load them. Without them, text-embeddings-inference,
-    vLLM, Infinity and llama.cpp's converter guess the pooling or the length.
+    These are those of versions before sentence-transformers 6. Without them,
+    text-embeddings-inference, vLLM, Infinity and llama.cpp's converter guess pooling or length.
     """
     plain_model.to(dtype)
     plain_model.save_pretrained(str(folder))
     modules = read_json(folder / "modules.json", list)
     for module in modules:
         class_name = module["type"].rpartition(".")[2]
-        module["type"] = f"{_CLASSIC_TYPE_PREFIX}{class_name}"
+        module["type"] = f"sentence_transformers.models.{class_name}"
         if class_name == "Pooling":
             config_file = folder / module["path"] / "config.json"
             config = read_json(config_file)
-            modes = config["pooling_mode"]
-            if isinstance(modes, str):
-                modes = [modes]  # several modes, whose outputs are concatenated, are a list
+            modes = config["pooling_mode"]  # a name, or a list of names
+            modes = [modes] if isinstance(modes, str) else modes
             classic_config = {"word_embedding_dimension": config["embedding_dimension"]}
             classic_config |= {key: mode in modes for mode, key in _POOLING_FLAGS.items()}
             # vLLM reads the first key whose value is true as the mode, so this key comes last.
@@ -228,10 +220,9 @@ def compute_cosines(first: np.ndarray, second: np.ndarray) -> np.ndarray:
 
 
 def insert_card_section(model_folder: Path, name: str, text: str) -> None:
-    """Write a section, in Markdown, at the top of a model card, below its YAML metadata.
+    """Write a section, in Markdown, at the top of a model's README.md, below its YAML metadata.
 
-    The card is README.md in the model's folder. The section stands between the comments
-    ``<!-- NAME -->`` and ``<!-- end of NAME -->``; an earlier section of this name is replaced.
+    Comments with its name enclose it; an earlier section of this name is replaced.
     """
     card = model_folder / "README.md"
     content = card.read_text(encoding="utf-8") if card.is_file() else ""

@@ -24,10 +24,10 @@ class TowerGradNorms:
     """Gradient norms of the two towers, accumulated over the micro-steps of an update.
 
     Args:
-        model: the model, without wrappers. Embeddings belong to the query tower if the ``task`` of
-            the model's features is "query", otherwise to the passage tower.
+        model: the model, without wrappers. Embeddings of the ``task`` "query" belong to the query
+            tower, others to the passage tower.
         wrapper: the module that losses call, such as the compiled model or the model in DDP, which
-            gets the hook; inside a compiled model it would not run. None: ``model``.
+            gets the hook. None: ``model``.
         has_whole_gradients: True if every rank holds the complete gradients of the weights.
     """
 
@@ -47,14 +47,10 @@ class TowerGradNorms:
             self._hook = (wrapper or model).register_forward_hook(self._hook_output)
 
     def read(self, scale: float = 1.0) -> dict[str, float]:
-        """Return the norms of an update after its backward passes, and reset them.
+        """Return ``grad_norm_query``, ``grad_norm_passage`` and ``grad_norm_ratio`` of an update.
 
-        It waits for the device. The norms are divided by ``scale``, by which a gradient scaler
-        (fp16) has multiplied the loss.
-
-        Returns:
-            ``grad_norm_query``, ``grad_norm_passage`` and ``grad_norm_ratio``. A tower without
-            gradients is left out.
+        It waits for the device, and resets the norms. A tower without gradients is left out. A
+        gradient scaler (fp16) has multiplied the loss by ``scale``.
         """
         norms: dict[str, Tensor] = {}
         if self._hook is None:

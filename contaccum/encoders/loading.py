@@ -95,7 +95,7 @@ def loading(name: AnyPath, trust_remote_code: bool = False) -> Iterator[str]:
 def is_sentence_transformer(name: str) -> bool:
     """Return True if a folder or a hub name holds a SentenceTransformer, and not a backbone.
 
-    It is also False if the hub cannot be reached: loading the model fails with a clearer message.
+    It is also False if the hub cannot be reached: loading then names the reason.
     """
     if os.path.isdir(name):
         return is_sentence_transformer_model(name)
@@ -141,10 +141,10 @@ def _is_library_module(type_name: str) -> bool:
 
 
 def copy_module_code(model: nn.Module, folder: Path) -> None:
-    """Copy the code that came with a model to the place where loading looks for it.
+    """Copy the code that came with a model to ``folder``, where loading looks for it.
 
-    sentence-transformers saves the code of a module in the module's subfolder of ``folder``, but
-    loads it from ``folder``. A Router names the class by its place in transformers' cache.
+    sentence-transformers saves it in the module's subfolder, and a Router names the class by its
+    place in transformers' cache.
     """
     module_names = {type(module).__module__ for module in model.modules()}
     module_names = {name for name in module_names if name.startswith(_DYNAMIC_PREFIX)}
@@ -224,8 +224,7 @@ def _is_causal(transformer: Transformer) -> bool:
     """Return True if the first token of a text attends only to itself, as in a decoder.
 
     Then its state has no gradient with respect to the embeddings of later tokens. No attribute
-    gives the answer: a setting makes some decoders bidirectional, and some encoders are instances
-    of a decoder's class.
+    gives the answer: some decoders are bidirectional, and some encoders have a decoder's class.
     """
     features = transformer.preprocess(["how do birds fly"])
     features = batch_to_device(features, transformer.model.device)
@@ -243,10 +242,7 @@ def _is_causal(transformer: Transformer) -> bool:
 
 
 def _append_eos(tokenizer: PreTrainedTokenizerBase) -> None:
-    """Let the post-processor of a tokenizer append EOS, unless it appends a special token already.
-
-    So truncation leaves room for it, and it is saved.
-    """
+    """Let the saved post-processor of a tokenizer append EOS, unless it appends a special token."""
     encoding = tokenizer("a", return_special_tokens_mask=True)
     special_tokens_mask = encoding["special_tokens_mask"]
     if special_tokens_mask[-1]:

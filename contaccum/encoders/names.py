@@ -19,7 +19,7 @@ _ORGANISATION = "sentence-transformers"  # a name without an organisation may be
 def require_model(name: str) -> None:
     """Raise `UserError` for a name that is no model folder if the hub does not answer in time.
 
-    sentence-transformers would send many requests, and wait for more than a minute.
+    sentence-transformers would wait for more than a minute.
     """
     name = os.path.expanduser(name)
     if os.path.isdir(name):

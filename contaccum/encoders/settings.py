@@ -35,8 +35,7 @@ def get_tower(model: SentenceTransformer, task: str) -> nn.Module:
     modules: list[nn.Module] = []
     for module in model.children():
         if isinstance(module, Router):
-            # This method is private, but the only way to get the route that `Router.forward` uses,
-            # also for a task without a route of its own.
+            # Private, but the only way to the route that `Router.forward` uses for any task.
             route_name = module._resolve_route(task=task, modality="text")
             modules += module.sub_modules[str(route_name)].children()
         else:
@@ -100,8 +99,7 @@ def require_max_length(model: SentenceTransformer, task: str) -> int:
 def get_max_positions(transformer: Any) -> int:
     """Return the maximum number of tokens that a backbone has positions for.
 
-    RoBERTa and its relatives give padding a position, ``padding_idx``, and number the tokens of a
-    text from ``padding_idx + 1``: of 514 positions they use 512.
+    RoBERTa and its relatives number tokens from ``padding_idx + 1``: of 514 positions they use 512.
     """
     max_length = getattr(transformer.config, "max_position_embeddings", None) or sys.maxsize
     for name, module in transformer.named_modules():
@@ -125,14 +123,9 @@ def lower_default_lengths(model: nn.Module) -> None:
 
 
 def configure(
-    model: nn.Module,
-    dropout: float | None = None,
-    attn_implementation: str | None = None,
+    model: nn.Module, dropout: float | None = None, attn_implementation: str | None = None
 ) -> None:
-    """Apply the settings of these names; None changes nothing.
-
-    Raises `ConfigError` if a backbone does not support the implementation of attention.
-    """
+    """Apply settings; raise `ConfigError` if a backbone does not support this attention."""
     if dropout is not None:
         for module in model.modules():
             # Private, but the base of all dropout modules of torch

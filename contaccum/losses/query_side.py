@@ -264,8 +264,7 @@ def iterate_pairs(dataset: Any) -> Iterator[tuple[str, list[str]]]:
         # A data set that is sampled by epoch stores row numbers in the column "query", and a
         # transform turns them into texts. `with_format(None)` switches the transform off.
         for batch in dataset.with_format(None).iter(1000):
-            for pair in samplings[0].pairs(batch["query"]):
-                yield pair["query"], pair["positive"]
+            yield from samplings[0].pairs(batch["query"])
         return
     for texts in first_texts(dataset):
         queries, positives = list(texts.values())[:2]

@@ -128,11 +128,7 @@ class DenseReference:
 
     # Calls of a training loop
 
-    def micro_step(
-        self,
-        inputs: Sequence[Tensor],
-        ids: Sequence[Tensor] = (),
-    ) -> Tensor:
+    def micro_step(self, inputs: Sequence[Tensor], ids: Sequence[Tensor] = ()) -> Tensor:
         """Compute the loss of a micro-batch, and store the micro-batch in the history.
 
         Args:

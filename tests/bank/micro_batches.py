@@ -52,9 +52,7 @@ def make_leaves(tensors: Sequence[Tensor]) -> list[Tensor]:
 
 
 def call_loss(
-    loss_fn: BankedInfoNCE,
-    embeddings: Sequence[Tensor],
-    ids: Sequence[Tensor] = (),
+    loss_fn: BankedInfoNCE, embeddings: Sequence[Tensor], ids: Sequence[Tensor] = ()
 ) -> Tensor:
     """Call the loss with ids of queries, passages and hard negatives, or fewer columns."""
     names = ("query_ids", "passage_ids", "negative_ids")

@@ -136,31 +136,3 @@ def test_the_finite_micro_batches_of_an_update_sum_to_zero(bad_step):
         assert total.abs().max() > 1e-6
     else:
         assert total.abs().max() < 1e-13
-
-
-def test_a_forward_in_eval_mode_is_not_centred_and_changes_no_training_update():
-    def compute_gradients(loss_fn: BankedInfoNCE, evaluates: bool) -> tuple[Tensor, Tensor]:
-        """Return the gradients of passages of an update, and of an evaluation within it."""
-        train(loss_fn, [N] * 3, num_updates=1)
-        generator = torch.Generator().manual_seed(0)
-        gradients = []
-        evaluated = torch.zeros(N, D)
-        for step in range(3):
-            inputs = make_leaves(draw_embeddings(N, 0, D, generator))
-            loss_fn(*inputs).backward()
-            gradients.append(inputs[1].grad)
-            if evaluates and step == 1:
-                inputs = make_leaves(inputs)
-                loss_fn.eval()
-                loss_fn(*inputs).backward()
-                loss_fn.train()
-                evaluated = inputs[1].grad
-        return torch.cat(gradients), evaluated
-
-    centred = [BankedInfoNCE(64, pairs_per_update=3 * N) for _ in range(2)]
-    gradients, _ = compute_gradients(centred[0], evaluates=False)
-    gradients_beside_evaluation, evaluated = compute_gradients(centred[1], evaluates=True)
-    _, expected = compute_gradients(make_loss_without_centring(64), evaluates=True)
-    assert torch.equal(gradients_beside_evaluation, gradients)
-    assert torch.equal(evaluated, expected)
-    assert evaluated.sum(0).abs().max() > 1e-6

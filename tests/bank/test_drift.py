@@ -6,13 +6,11 @@ from itertools import pairwise
 
 import pytest
 import torch
-from dense_reference import DenseReference, compute_relative_errors
 from micro_batches import make_leaves, make_loss_without_centring
 from torch import Tensor
 from torch.nn.functional import cross_entropy
 
 from contaccum import BankedInfoNCE
-from contaccum.bank import drift
 from contaccum.bank.diagnostics import measure_drift
 from contaccum.bank.drift import NUM_INTERVALS, DriftProbe, RunningMean
 
@@ -54,30 +52,6 @@ def test_a_shift_of_all_passages_does_not_change_the_gradient():
     for x, full_x in zip(local, full_batch, strict=True):
         assert (x.grad - full_x.grad[-n:]).abs().max() < 1e-12
     assert loss_fn.last["bank_age"] == 2  # the first encoder's entries are overwritten
-
-
-@pytest.mark.parametrize(("bank_size", "n"), [(64, 16), (256, 16), (1024, 128)])
-def test_a_banked_query_pushes_from_its_current_position(bank_size, n):
-    """A probe moves the query tower after every fourth micro-batch; the ring buffer wraps."""
-    loss_fn = BankedInfoNCE(bank_size)
-    reference = DenseReference(bank_size, dim=D)
-    probe = randn(4, D, seed=1)
-    position = torch.zeros(D, dtype=torch.float64)
-    num_steps = 3 * bank_size // (2 * n)
-    for step in range(num_steps):
-        if step % 4 == 0:
-            loss_fn.observe_probe(probe + position, probe)
-            reference.observe_probe(probe + position, probe)
-            position = position + 0.3 * randn(D, seed=step)
-        batch = [randn(n, D, seed=1000 + 2 * step), randn(n, D, seed=1001 + 2 * step)]
-        ours = make_leaves(batch)
-        dense = make_leaves(batch)
-        loss = loss_fn(*ours)
-        expected = reference.micro_step(dense)
-        loss.backward()
-        expected.backward()
-        assert max(compute_relative_errors(loss, ours, expected, dense)) <= 1e-12
-    assert reference.oldest_in_use > 0
 
 
 def test_a_running_mean_of_single_embeddings_does_not_jump():
@@ -200,15 +174,6 @@ def test_a_probe_that_is_not_finite_is_ignored():
     assert losses[0] == losses[1]
 
 
-def test_a_probe_retires_nothing_without_auto():
-    loss_fn = BankedInfoNCE(bank_size=64, drift_compensation="none")
-    texts = randn(8, D, seed=1)
-    for update in range(4):
-        loss_fn.observe_probe(texts, texts + 10 * randn(8, D, seed=update))
-        loss_fn(randn(32, D, seed=2 * update), randn(32, D, seed=2 * update + 1))
-    assert loss_fn.bank.in_use == 64
-
-
 @pytest.mark.parametrize(("bank_size", "scale"), [(100, 1), (640, 6)])
 def test_the_age_limit_retires_whole_blocks_but_none_of_the_current_update(bank_size, scale):
     loss_fn = BankedInfoNCE(bank_size, drift_compensation="none")
@@ -273,32 +238,3 @@ def test_embedding_spread_is_that_of_the_passages_before_centring():
     distances = (passages - passages.mean(0)).square().sum(1)
     expected = distances.mean() / passages.square().sum(1).mean()
     assert float(loss_fn.last["embedding_spread"]) == pytest.approx(float(expected))
-
-
-def test_a_probe_after_an_optimizer_step_is_measured_at_the_next_update():
-    weight = torch.nn.Parameter(torch.eye(D, dtype=torch.float64))
-    optimizer = torch.optim.SGD([weight], lr=0.1)
-    loss_fn = BankedInfoNCE(bank_size=64, drift_compensation="none")
-    loss_fn.observe_probe(randn(8, D, seed=1), randn(8, D, seed=2))
-    loss_fn(randn(4, D, seed=3) @ weight, randn(4, D, seed=4)).backward()
-    optimizer.step()
-    loss_fn.observe_probe(randn(8, D, seed=1), randn(8, D, seed=2))
-    assert loss_fn.clock.num_updates == 1
-
-
-def test_ranks_use_the_smallest_age_limit_of_all_ranks(monkeypatch):
-    monkeypatch.setattr(
-        drift,
-        "over_ranks",
-        lambda operation, value: value - 5 if operation == "MIN" else value,
-    )
-    limits = []
-    for is_shared in (False, True):
-        loss_fn = BankedInfoNCE(bank_size=64)
-        for update in range(2):
-            probe = (randn(8, D, seed=1) + update, randn(8, D, seed=2) + 3 * update)
-            loss_fn.compensation.observe(*probe, loss_fn.clock, is_shared)
-            loss_fn(randn(32, D, seed=2 * update), randn(32, D, seed=2 * update + 1))
-            loss_fn.end_update()
-        limits.append(loss_fn.compensation.age_limit)
-    assert limits[1] == limits[0] - 5

@@ -19,7 +19,6 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from contaccum import BankedInfoNCE
 from contaccum.bank.ids import NO_ID, PositivesTable
-from contaccum.bank.logits import _compute_inner_products
 from contaccum.errors import ConfigError
 
 
@@ -27,7 +26,13 @@ from contaccum.errors import ConfigError
 @pytest.mark.parametrize("similarity", ["cos", "dot"])
 @pytest.mark.parametrize(
     ("rows", "n", "h", "scale"),
-    [(4, 4, 2, 1.0), (12, 3, 2, 20.0), (64, 4, 0, 20.0), (200, 40, 1, 1.0), (512, 128, 1, 20.0)],
+    [
+        (4, 4, 2, 1.0),
+        (12, 3, 2, 20.0),
+        (64, 4, 0, 20.0),
+        (200, 40, 1, 1.0),
+        (2304, 768, 1, 20.0),  # products of more than 2,048 documents are computed in parts
+    ],
 )
 def test_accumulated_gradient_equals_full_batch_when_nothing_drifts(
     rows, n, h, scale, similarity, drift_compensation
@@ -140,10 +145,10 @@ def test_every_micro_step_equals_the_dense_loss(settings, bank_size, ids, has_pr
             passages = spread * probe[1] - 0.2 * step
             loss_fn.observe_probe(queries, passages)
             reference.observe_probe(queries, passages)
-        is_finite = step not in (5, 13)
+        is_finite = step not in (0, 5, 13)
         batch = [x + 0.05 * step for x in draw_embeddings(n, step % 3, seed=generator)]
         if not is_finite:
-            batch[step % 2][0, 0] = math.nan
+            batch[step % 2][0, 0] = math.inf if step == 5 else math.nan
         batch_ids = [] if ids == "none" else draw_ids(batch, 30, generator)
         if batch_ids and step % 5 == 4:
             batch_ids[0][0] = NO_ID
@@ -179,43 +184,6 @@ def test_eval_mode_or_no_gradients_give_the_same_loss_and_enqueue_nothing():
     loss_in_training = loss_fn(*batch).item()
     assert loss_in_eval_mode == loss_without_gradients == loss_in_training
     assert loss_fn.bank.total_enqueued == 6
-
-
-@pytest.mark.parametrize("drift_compensation", ["auto", "none"])
-@pytest.mark.parametrize("value", [math.nan, math.inf, 3e38], ids=["nan", "inf", "overflow"])
-@pytest.mark.parametrize("bad_step", [0, 4])
-def test_a_micro_batch_that_is_not_finite_leaves_only_empty_rows(
-    bad_step, value, drift_compensation
-):
-    def train(has_bad_step: bool) -> tuple[BankedInfoNCE, list[Tensor]]:
-        loss_fn = BankedInfoNCE(
-            bank_size=64, normalize_by="all", drift_compensation=drift_compensation
-        )
-        results = []
-        for step in range(8):
-            if has_bad_step and step == bad_step:
-                bad = draw_embeddings(3, h=1, seed=99, dtype=torch.float32)
-                bad[1][2, 3] = value
-                bad_ids = [torch.arange(3), torch.arange(3), torch.ones(3, 1, dtype=torch.int64)]
-                loss = call_loss(loss_fn, make_leaves(bad), bad_ids)
-                assert not torch.isfinite(loss)
-                assert loss_fn.last["enqueued"] == 0
-            inputs = make_leaves(draw_embeddings(3, h=1, seed=step, dtype=torch.float32))
-            query_ids = torch.arange(3) + step // 4
-            passage_ids = torch.arange(3) + step
-            negative_ids = torch.ones(3, 1, dtype=torch.int64)
-            loss = call_loss(loss_fn, inputs, [query_ids, passage_ids, negative_ids])
-            loss.backward()
-            results.append(loss.detach())
-            results.extend(x.grad for x in inputs)
-        return loss_fn, results
-
-    _, expected = train(has_bad_step=False)
-    loss_fn, results = train(has_bad_step=True)
-    for result, expected_result in zip(results, expected, strict=True):
-        assert torch.allclose(result, expected_result, rtol=1e-4, atol=1e-5)
-    assert int(loss_fn.bank.valid[:, 0].sum()) == 24
-    assert loss_fn.bank.in_use == 27
 
 
 def test_an_infinite_positive_does_not_pass_for_a_solved_row():
@@ -305,28 +273,6 @@ def test_a_micro_step_copies_nothing_from_or_to_the_host_and_needs_no_float64(se
             call_loss(loss_fn, inputs, batch_ids).backward()
             if step % 4 == 3:
                 loss_fn.end_update()
-
-
-def test_the_detectors_of_the_test_above_refuse_what_waits():
-    numbers = torch.ones(2)
-    for read in (numbers[0].item, lambda: numbers[numbers > 0], lambda: numbers.nonzero()):
-        with pytest.raises(AssertionError, match="would make the host wait"), HostReadDetector():
-            read()
-    for copy in (numbers.cpu, numbers.numpy, numbers.tolist, lambda: int(numbers[0])):
-        with pytest.raises(AssertionError, match="a copy to the host"), HostCopyDetector():
-            copy()
-    with pytest.raises(AssertionError, match="assigned by index"), HostCopyDetector():
-        numbers[torch.arange(1)] = 0.0
-
-
-def test_products_with_many_documents_are_in_the_order_of_the_documents():
-    """They are computed in parts, from 2,048 documents on."""
-    generator = torch.Generator().manual_seed(0)
-    queries = torch.randn(3, 4, dtype=torch.float64, generator=generator)
-    documents = torch.randn(5000, 4, dtype=torch.float64, generator=generator)
-    expected = torch.einsum("rd,kd->rk", queries, documents)
-    assert torch.allclose(_compute_inner_products(queries, documents, 0.5), expected / 0.5)
-    assert torch.allclose(_compute_inner_products(documents, queries, 0.5), expected.T / 0.5)
 
 
 def test_float32_stays_exact_when_a_dominant_passage_leaves_the_bank():

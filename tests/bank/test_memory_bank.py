@@ -72,19 +72,6 @@ def test_log_sums_equal_those_of_the_dense_block(bank_size):
         assert torch.allclose(bank.positive_logits[slots], positive_logits, rtol=1e-12, atol=1e-13)
 
 
-def test_pairs_retire_in_whole_blocks():
-    bank = MemoryBank(64, 3)
-    enqueue(bank, [make_numbered_rows(10, 0), make_numbered_rows(10, 0)])
-    bank.retire_before(3)
-    assert (bank.block_size, bank.oldest_in_use, bank.in_use) == (2, 4, 6)
-    assert bank.valid[:10, 0].tolist() == [False] * 4 + [True] * 6
-    bank.retire_before(1)
-    assert bank.oldest_in_use == 4
-    bank.retire_before(bank.total_enqueued)
-    assert bank.in_use == 0
-    assert not bank.valid.any()
-
-
 def test_pairs_of_a_retired_block_are_not_stored():
     bank = MemoryBank(128, 4)  # blocks of four pairs
     queries = torch.randn(6, 4)

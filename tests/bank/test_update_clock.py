@@ -1,11 +1,9 @@
-"""The update clock: every kind of optimizer step ends one update; an import installs no hook."""
+"""The update clock: every kind of optimizer step ends one update."""
 
 from __future__ import annotations
 
 import copy
 import logging
-import subprocess
-import sys
 from collections.abc import Callable, Iterator
 from functools import partial
 
@@ -150,17 +148,6 @@ def test_an_update_counts_if_a_probe_comes_before_the_optimizer_step():
     )  # 56 of the bank's 64 pairs came before: in three updates of 24
 
 
-def test_bank_age_counts_updates_since_the_oldest_entry_was_enqueued():
-    loss_fn = BankedInfoNCE(bank_size=6, drift_compensation="none")
-    for _ in range(4):
-        loss_fn(torch.randn(2, D), torch.randn(2, D))
-        loss_fn.end_update()
-    assert loss_fn.clock.num_updates == 4
-    loss_fn(torch.randn(2, D), torch.randn(2, D))
-    assert loss_fn.bank.in_use == 6
-    assert loss_fn.last["bank_age"] == 2  # of the third, the fourth and the present update
-
-
 def test_the_state_does_not_grow_with_the_number_of_updates():
     model = make_encoder()
     loss_fn = BankedInfoNCE(bank_size=16)
@@ -211,23 +198,3 @@ def test_without_a_detected_step_one_warning_is_logged_and_entries_are_aged(capl
     passages = model(torch.randn(128, 6)).detach().requires_grad_()
     loss_fn(model(torch.randn(128, 6)), passages).backward()
     assert passages.grad.sum(0).abs().max() < 1e-6  # centred, as against older entries
-
-
-HOOKED = """
-from torch.optim import optimizer
-hooks = []
-optimizer.register_optimizer_step_post_hook = hooks.append
-import torch
-from contaccum import BankedInfoNCE
-loss_fn = BankedInfoNCE(8)
-loss_fn.eval()(torch.ones(2, 3), torch.ones(2, 3))
-assert not hooks
-for _ in range(2):
-    loss_fn.train()(torch.ones(2, 3), torch.ones(2, 3))
-assert len(hooks) == 1
-"""
-
-
-def test_only_a_training_installs_the_hook_of_optimizers():
-    """In another process, because a training of another test has installed it in this one."""
-    subprocess.run([sys.executable, "-c", HOOKED], check=True)

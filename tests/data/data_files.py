@@ -4,7 +4,6 @@ import csv
 import gzip
 import io
 import json
-import tracemalloc
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -129,17 +128,6 @@ WRITERS: dict[str, Callable[[Path], Path]] = {
     "parquet": lambda folder: put_parquet(folder / "table.parquet"),
     "hub": lambda folder: put_saved(folder / "saved"),
 }
-
-
-def peak_of_reading(source: Path) -> tuple[int, int]:
-    """Return the number of records, and the peak of memory in bytes while they are read."""
-    tracemalloc.start()
-    try:
-        num_records = sum(1 for _ in read_records(source))
-        _, peak = tracemalloc.get_traced_memory()
-    finally:
-        tracemalloc.stop()
-    return num_records, peak
 
 
 def ids(*texts: str) -> list[int]:

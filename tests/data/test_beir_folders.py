@@ -2,9 +2,6 @@
 
 import hashlib
 import io
-import json
-import subprocess
-import sys
 import urllib.error
 import zipfile
 from pathlib import Path
@@ -40,11 +37,7 @@ QUERIES = [
 QRELS = ["query-id\tcorpus-id\tscore", "q2\td1\t1", "q1\td2\t2", "q1\t3\t0"]
 
 
-FILE_OF_PART = {
-    "corpus": "corpus.jsonl",
-    "queries": "queries.jsonl",
-    "qrels": "qrels/test.tsv",
-}
+FILE_OF_PART = {"corpus": "corpus.jsonl", "queries": "queries.jsonl", "qrels": "qrels/test.tsv"}
 LINES_OF_PART = {"corpus": CORPUS, "queries": QUERIES, "qrels": QRELS}
 
 
@@ -303,10 +296,3 @@ def test_an_unknown_name_is_refused_with_the_closest_public_name(server, name, h
     with pytest.raises(DataError, match=f"neither a folder nor .*{hint}"):
         resolve_beir_data(name)
     assert server["urls"] == []
-
-
-def test_importing_the_readers_is_cheap():
-    code = "import json, sys, contaccum.data; print(json.dumps(sorted(sys.modules)))"
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
-    slow_imports = {"beir", "datasets", "torch", "pyarrow", "ijson"}
-    assert slow_imports.isdisjoint(json.loads(done.stdout))

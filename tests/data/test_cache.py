@@ -78,21 +78,6 @@ def test_a_source_that_changed_is_read_again(tmp_path, folder):
         assert load_training_data(path).dataset[0]["query"] == str(number)
 
 
-@pytest.mark.long
-def test_two_processes_that_start_at_once_share_one_entry(tmp_path, folder):
-    rows = [{"query": f"q{i}", "positive": f"p{i}"} for i in range(20_000)]
-    path = put_lines(tmp_path / "a.jsonl", *rows)
-    code = "import sys; from contaccum.data import load_training_data as load; "
-    command = [sys.executable, "-c", code + "print(load(sys.argv[1]).fingerprint)", path]
-    processes = []
-    for _ in range(2):
-        processes.append(subprocess.Popen(command, stdout=subprocess.PIPE, text=True))
-    fingerprints = [process.communicate()[0].strip() for process in processes]
-    assert [process.returncode for process in processes] == [0, 0]
-    assert set(fingerprints) == {load_training_data(path).fingerprint}
-    assert count_entries(folder) == 1
-
-
 def test_an_unfinished_entry_is_not_used(tmp_path, folder):
     path = put_lines(tmp_path / "a.jsonl", *ROWS, end="{\n")
     for _ in range(2):

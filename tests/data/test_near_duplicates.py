@@ -6,11 +6,7 @@ import random
 import pytest
 from scipy.cluster.hierarchy import DisjointSet
 
-from contaccum.data.near_duplicates import (
-    find_near_duplicates,
-    join_near_duplicates,
-    normalise,
-)
+from contaccum.data.near_duplicates import find_near_duplicates, join_near_duplicates, normalise
 
 
 def group_near_duplicates(texts: list[str]) -> list[set[str]]:

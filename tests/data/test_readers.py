@@ -3,23 +3,14 @@
 import csv
 import io
 import json
+import tracemalloc
 from collections.abc import Callable
 from itertools import product
 from pathlib import Path
 from typing import Any
 
 import pytest
-from data_files import (
-    RECORDS,
-    WRITERS,
-    dpr_records,
-    peak_of_reading,
-    put,
-    put_lines,
-    put_parquet,
-    read,
-    rows,
-)
+from data_files import RECORDS, WRITERS, dpr_records, put, put_lines, put_parquet, read, rows
 
 from contaccum.data import (
     Record,
@@ -31,7 +22,6 @@ from contaccum.data import (
     sniff_format,
 )
 from contaccum.data.records import FIELDS, Passage, RecordSource
-from contaccum.data.rows import read_csv
 from contaccum.errors import ConfigError, DataError
 
 PAIR = {"query": "q", "positive": "p"}
@@ -123,18 +113,13 @@ def test_a_mapping_that_cannot_be_used_is_refused(columns, word):
         parse_columns(columns)
 
 
-def test_a_negative_that_a_record_lists_twice_counts_once(file):
-    path = file({**PAIR, "negatives": ["n", "m", "n"]})
-    data = load_training_data(path, num_hard_negatives=2, missing_negatives="drop")
-    assert len(data.dataset) == 1
-    with pytest.raises(DataError, match="no training pairs left"):
-        load_training_data(path, num_hard_negatives=3, missing_negatives="drop")
-
-
 def test_a_dpr_array_is_read_in_constant_memory(tmp_path):
     record = {**dpr_records()[0], "negative_ctxs": [{"title": "", "text": "word " * 2000}] * 5}
     path = put(tmp_path / "dpr.json", "[" + ",\n".join([json.dumps(record)] * 400) + "]")
-    count, peak = peak_of_reading(path)
+    tracemalloc.start()
+    count = sum(1 for _ in read_records(path))
+    _, peak = tracemalloc.get_traced_memory()
+    tracemalloc.stop()
     assert count == 400 and peak < 8_000_000 < path.stat().st_size / 2
 
 
@@ -164,7 +149,6 @@ def test_a_row_with_line_breaks_is_named_by_its_first_line(file):
 def test_a_delimiter_in_quotes_is_part_of_a_column_name(file, header, delimiter, names, end):
     path = file(f"{header}{end}first{delimiter}second{end}")
     cells = dict(zip(names, ["first", "second"], strict=True))
-    assert [row for _, row in read_csv(path)] == [cells]
     query, *_ = (name for name in names if name != "positive")
     expected = Record(cells[query], [cells["positive"]], [])
     assert read(path, columns={"query": query})[0] == [expected]
@@ -421,13 +405,6 @@ def test_a_single_passage_may_have_a_list_of_one_label(file, answer):
     records = read_records(file(*pairs), report=report)
     assert [record.query for record in records] == ["q0", "q2", "q3"]
     assert report.by_reason == {"a pair with labels 0": 1}
-
-
-def test_a_list_of_labels_without_a_match_is_left_out_by_min_score(file):
-    pairs = [{"query": f"q{i}", "answer": ["a", "b"], "labels": [i, 0]} for i in (0, 1)]
-    records, report = read(file(*pairs), min_score=1)
-    assert records == [Record("q1", ["a"], ["b"])]
-    assert report.by_reason == {"score below min_score": 1}
 
 
 @pytest.mark.parametrize(

@@ -14,10 +14,7 @@ from datasets import Dataset, DatasetDict
 from torch.utils.data import DataLoader
 
 from contaccum.data.dataset import TrainingData, load_training_data
-from contaccum.data.sampling import (
-    first_texts,
-    get_samplings,
-)
+from contaccum.data.sampling import first_texts, get_samplings
 from contaccum.errors import ConfigError, DataError
 
 NUM_RECORDS = 30

@@ -19,10 +19,11 @@ def load(*sets: Any, **common: Any) -> TrainingSets:
 
 
 def test_sets_are_paths_mappings_or_json():
-    """The settings of a set override the common ones."""
+    """The settings of a set override the common ones, unless they are null."""
     common = {"num_hard_negatives": 1, "split": "dev"}
     mapping = {"path": "a.tsv", "name": "n", "split": "test"}
-    sets = ["x/pairs.jsonl", '{"path": "b.csv", "columns": {"query": "q"}}', mapping]
+    text = '{"path": "b.csv", "name": null, "columns": {"query": "q"}}'
+    sets = [Path("x/pairs.jsonl"), text, mapping]
     assert parse_training_sets(sets, common) == {
         "pairs": {**common, "path": "x/pairs.jsonl", "columns": {}},
         "b": {**common, "path": "b.csv", "columns": {"query": "q"}},
@@ -82,8 +83,3 @@ def test_the_summary_names_sets_whose_negatives_are_not_used(tmp_path):
     assert "not used" not in line_without
     used = load_training_sets({"with": sets["with"]}, num_hard_negatives=1)
     assert "not used" not in used.summary()
-
-
-def test_a_set_is_a_path_or_a_mapping_and_null_settings_are_unset():
-    sets = parse_training_sets([Path("a.jsonl"), {"path": "b.jsonl", "name": None}])
-    assert list(sets) == ["a", "b"]

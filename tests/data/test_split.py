@@ -374,17 +374,6 @@ def test_a_document_with_its_title_and_without_it_is_on_one_side(tmp_path, separ
             assert (first["query"] in texts.queries) == (second["query"] in texts.queries)
 
 
-@pytest.mark.parametrize("separator", [". ", ": ", " ", "\n", " - "])
-def test_a_positive_is_not_a_negative_of_itself_under_another_separator(tmp_path, separator):
-    records = make_pairs(40)
-    corpus = []
-    for number, record in enumerate(records):
-        corpus.append({"_id": f"d{number}", "title": f"Page {number}", "text": record["positive"]})
-        record["positive"] = f"Page {number}{separator}{record['positive']}"
-    split = split_records(tmp_path, records, corpus)
-    assert split.documents["train"] == split.train
-
-
 @pytest.mark.parametrize("field", ["query", "positive"])
 @pytest.mark.parametrize("change", ["{}", "{}.", "so {}", "{} indeed"])
 @pytest.mark.parametrize("is_in_corpus", [False, True])

@@ -16,12 +16,7 @@ from transformers import MPNetConfig, PretrainedConfig, RobertaConfig, XLMRobert
 from contaccum import DualEncoder
 from contaccum.encoders.dual_encoder import untie
 from contaccum.encoders.names import require_model
-from contaccum.encoders.settings import (
-    configure,
-    get_tower,
-    is_tied,
-    set_max_lengths,
-)
+from contaccum.encoders.settings import configure, get_tower, is_tied, set_max_lengths
 from contaccum.errors import ConfigError, UserError, warn_once
 
 # Module types that modules.json must hold, so that older and newer versions can load the folders.

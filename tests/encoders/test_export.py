@@ -6,7 +6,6 @@ import copy
 import json
 import re
 import shlex
-import subprocess
 import sys
 from functools import partial
 from pathlib import Path
@@ -30,18 +29,6 @@ from contaccum.files import require_new_folder
 
 TEXTS = ["red apple tree", "a house by the water " * 20, "x"]
 
-ENCODE_WITHOUT_CONTACCUM = """
-import json, sys
-sys.modules["contaccum"] = None  # importing it raises ImportError
-from sentence_transformers import SentenceTransformer
-request = json.loads(sys.argv[1])
-answers = []
-for folder in request["folders"]:
-    model = SentenceTransformer(folder, device="cpu")
-    answers.append(model.encode_document(request["texts"]).astype("float64").tolist())
-print(json.dumps(answers))
-"""
-
 
 def encode_exported(folder: Path, task: str) -> np.ndarray:
     """Encode `TEXTS` with an exported folder, loaded by plain sentence-transformers."""
@@ -63,21 +50,6 @@ def tiny_decoder() -> DualEncoder:
         tokenizer=tokenizer,
         device="cpu",
     )
-
-
-@pytest.mark.long
-def test_exported_folders_are_loaded_where_contaccum_is_not_installed(tmp_path):
-    tied = tiny_encoder()
-    two_towers = tiny_encoder(tied=False)
-    expected = [tied.encode_document(TEXTS), two_towers.encode_document(TEXTS)]
-    export_model(tied, tmp_path / "tied")
-    export_model(two_towers, tmp_path / "two")
-    folders = [str(tmp_path / "tied"), str(tmp_path / "two" / "document")]
-    request = json.dumps({"folders": folders, "texts": TEXTS})
-    command = [sys.executable, "-c", ENCODE_WITHOUT_CONTACCUM, request]
-    answers = json.loads(subprocess.check_output(command, cwd=tmp_path))
-    for embeddings, answer in zip(expected, answers, strict=True):
-        np.testing.assert_allclose(answer, embeddings, atol=1e-6)
 
 
 def make_two_towers() -> DualEncoder:

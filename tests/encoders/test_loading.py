@@ -5,9 +5,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-import torch
 import transformers
-from datasets import Dataset
 from sample_texts import WORDS, sentences
 from sentence_transformers import SentenceTransformer
 from small_data import read_lines, write_training_and_beir_data
@@ -15,7 +13,7 @@ from tokenizers import Tokenizer, models, pre_tokenizers
 from tokenizers.processors import ByteLevel, Sequence, TemplateProcessing
 from transformers import AutoModel, PreTrainedTokenizerFast
 
-from contaccum import ContAccumTrainer, ContAccumTrainingArguments, DualEncoder
+from contaccum import DualEncoder
 from contaccum.cli import main
 from contaccum.encoders.names import model_name
 from contaccum.errors import ConfigError
@@ -166,35 +164,6 @@ def test_padded_batch_gives_the_embeddings_of_single_texts(kind, side):
         assert error > 1e-3
     else:
         assert error < 1e-5
-
-
-@pytest.mark.parametrize("kind", DECODERS)
-def test_trained_decoder_encodes_identically_in_sentence_transformers(kind, tmp_path):
-    torch.manual_seed(0)
-    model = encoder(kind, query_prompt=INSTRUCTION, normalize=True, query_max_length=24)
-    texts = sentences(9, length=15)
-    before = model.encode_query(texts)
-    args = ContAccumTrainingArguments(
-        output_dir=str(tmp_path),
-        per_device_train_batch_size=2,
-        gradient_accumulation_steps=2,
-        bank_size=8,
-        max_steps=4,
-        learning_rate=1e-2,
-        gradient_checkpointing=True,
-        save_strategy="no",
-        disable_tqdm=True,
-    )
-    data = Dataset.from_dict({"query": sentences(16, 1), "positive": sentences(16, 2, 9)})
-    trainer = ContAccumTrainer(model, args, data)
-    trainer.train()
-    queries = model.encode_query(texts)
-    passages = model.encode_document(texts)
-    assert np.abs(queries - before).max() > 1e-2
-    trainer.save_model()
-    loaded = SentenceTransformer(str(tmp_path), device="cpu")
-    assert np.array_equal(loaded.encode_query(texts), queries)
-    assert np.array_equal(loaded.encode_document(texts), passages)
 
 
 @pytest.mark.parametrize("name", ["decoder-lora", "bert-full"])
