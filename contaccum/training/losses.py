@@ -69,10 +69,9 @@ def list_parts(value: Any) -> list[Any]:
     return [value]
 
 
-def count_rows(dataset: Any) -> int | None:
-    """Return the number of rows in all parts of a training set; None for a stream."""
-    parts = list_parts(dataset)
-    return sum(map(len, parts)) if all(hasattr(part, "__len__") for part in parts) else None
+def count_rows(dataset: Any) -> int:
+    """Return the number of rows in all parts of a training set."""
+    return sum(map(len, list_parts(dataset)))
 
 
 def unwrap_matryoshka(loss: Any) -> Any:

@@ -145,6 +145,13 @@ class ContAccumTrainer(SentenceTransformerTrainer):
         self._data_record = data_record or {}
         args = copy.copy(args)  # some settings are changed below, and the caller's must not change
         self.samplings = get_samplings(train_dataset)  # a sampling draws new texts in each epoch
+        for part in [*losses.list_parts(train_dataset), *losses.list_parts(eval_dataset)]:
+            if isinstance(part, IterableDataset):
+                raise ConfigError(
+                    "a streamed data set (IterableDataset) cannot be trained on, because a resumed "
+                    "run could not find its place in it: give a Dataset, such as "
+                    "Dataset.from_generator makes"
+                )
         dataset = eval_dataset if train_dataset is None else train_dataset
         columns = get_text_columns(dataset)
         set_column_roles(args, model, columns)
@@ -159,7 +166,7 @@ class ContAccumTrainer(SentenceTransformerTrainer):
         check_columns(args, loss, columns)
         disable_unused_parameter_search(args, model, loss)
         args.hub_strategy = HubStrategy.END  # checkpoints contain local paths
-        self.batch_sampler: Any = None  # the sampler of the data loader; None for a stream
+        self.batch_sampler: Any = None  # the sampler of the data loader
         self.run_id: str | None = None  # set by train(); a resumed run keeps its id
         self._identity: dict[str, Any] = {}  # set by train()
         self._resumed: tuple[Path, checkpoint.Saved] | None = None  # a checkpoint and its result
@@ -295,10 +302,6 @@ class ContAccumTrainer(SentenceTransformerTrainer):
                 )
             self.updates.set_micro_batch_size(num_pairs)
             logger.info(f"micro-batches of {num_pairs} pairs, the most that memory allows")
-        if isinstance(self.train_dataset, IterableDataset):
-            # With dispatch_batches, the first rank would tokenize the rows of all ranks.
-            self.accelerator.dataloader_config.dispatch_batches = False
-            return super().get_train_dataloader()
         # transformers reads both settings when it makes the loader, so they are replaced meanwhile.
         # A sampler without a resumable version stays.
         args = self.args
@@ -325,7 +328,7 @@ class ContAccumTrainer(SentenceTransformerTrainer):
 
     def _init_training_state(self, *args: Any, **kwargs: Any) -> tuple[int, int]:
         # Private: the only place where a resumed run gets its epoch and the micro-batches to skip
-        # in it. In a stream, transformers would skip those of all epochs in the first epoch.
+        # in it.
         position = super()._init_training_state(*args, **kwargs)
         # The checkpoint's save_steps, eval_steps and logging_steps are loaded; those of args apply.
         state = self.state
@@ -342,12 +345,6 @@ class ContAccumTrainer(SentenceTransformerTrainer):
                 "Raise max_steps, num_train_epochs or early_stopping_patience to train on"
             )
             return sys.maxsize, 0  # no epoch is left; transformers would train another update
-        if isinstance(self.train_dataset, IterableDataset):
-            _, saved = self._resumed
-            num_batches = self.args.gradient_accumulation_steps
-            return checkpoint.compute_stream_position(
-                float(state.epoch or 0), saved["max_steps"], num_batches
-            )
         return position
 
     def _start_run(self) -> None:
@@ -388,14 +385,6 @@ class ContAccumTrainer(SentenceTransformerTrainer):
     ) -> tuple[list[Any], Any]:
         """Fetch the micro-batches of an update, as in transformers, and count their pairs."""
         batches, num_items = super().get_batch_samples(epoch_iterator, num_batches, device)
-        if isinstance(self.train_dataset, IterableDataset) and len(batches) < num_batches:
-            if self.state.global_step == 0:
-                raise DataError(
-                    f"the stream ends after {len(batches)} micro-batches, which is less than one "
-                    "update: lower gradient_accumulation_steps or total_train_batch_size, or give "
-                    "more data"
-                )
-            batches = []  # transformers would give them the weight of a whole update
         self.updates.count_expected_pairs(batches)
         return batches, num_items
 
@@ -458,7 +447,7 @@ class ContAccumTrainer(SentenceTransformerTrainer):
         args = self.args
         has_resumable_sampler = get_name(args.batch_sampler) in RESUMABLE_SAMPLERS
         has_custom_order = callable(args.multi_dataset_batch_sampler)
-        if self.batch_sampler is None or not has_resumable_sampler or has_custom_order:
+        if not has_resumable_sampler or has_custom_order:
             return None
         num_steps = args.gradient_accumulation_steps
         updates_per_epoch = max(math.ceil(len(self._train_dataloader) / num_steps), 1)
@@ -506,7 +495,7 @@ class ContAccumTrainer(SentenceTransformerTrainer):
         num_trained = sum(each.numel() for each in parameters.values() if each.requires_grad)
         documents = losses.get_store_documents(self.loss)
         data = {"rows": losses.count_rows(self.train_dataset), **self._data_record}
-        if "fingerprint" not in data and data["rows"] is not None:
+        if "fingerprint" not in data:
             texts = Fingerprint()
             for part in losses.list_parts(self.train_dataset):
                 for batch in first_texts(part):
@@ -528,7 +517,7 @@ class ContAccumTrainer(SentenceTransformerTrainer):
             # Messages show the names, so those that are not arguments are in plain words.
             "pairs per update": self.args.total_train_batch_size,
             "rows": data["rows"],
-            "data fingerprint": data.get("fingerprint"),
+            "data fingerprint": data["fingerprint"],
             "batch_sampler": get_name(self.args.batch_sampler),
             "trained parameters": num_trained,
             "engine": self.engine,
@@ -633,7 +622,6 @@ class ContAccumTrainer(SentenceTransformerTrainer):
                 saved = {
                     "run_id": self.run_id,
                     "update": num_updates,
-                    "max_steps": self.state.max_steps,
                     "trained_updates": self.updates.num_trained,
                     "resumable": not args.save_only_model,
                     "micro_batch": args.pairs_per_micro_batch,

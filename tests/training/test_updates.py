@@ -385,16 +385,6 @@ def test_a_nonfinite_loss_on_another_rank_is_not_blamed_on_rows_of_this_rank(
     assert "rank 0: update 2: the loss is not finite (on another rank)" in caplog.text
 
 
-def test_a_nonfinite_gradient_on_a_stream_skips_the_update_without_row_numbers(tmp_path):
-    trainer = make_trainer(tmp_path, make_pairs(36).to_iterable_dataset(), max_steps=3)
-    call_at_micro_step(trainer, 5, multiply_gradient(trainer, math.nan))
-    trainer.train()
-    line = read_log(tmp_path)[1]
-    assert line["skipped"] == "gradient"
-    assert line["rows"] is None
-    assert trainer.updates.num_skipped == 1
-
-
 def test_a_run_ends_after_too_many_skipped_updates_with_the_weights_before(tmp_path):
     trainer = make_trainer(tmp_path, max_skipped_updates=1)
     weights = record_weights(trainer, 7)
