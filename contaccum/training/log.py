@@ -174,7 +174,7 @@ class UpdateLogCallback(TrainerCallback):
         update = self._updates.current
         num_pairs = sum(update.pairs) * args.world_size
         seconds = time.perf_counter() - update.started
-        loss_of_ranks = over_ranks("SUM", torch.stack(update.losses).sum())
+        loss_of_ranks = over_ranks("SUM", torch.stack([loss for _, loss in update.losses]).sum())
         # With several data sets, some losses have not been called yet, and have no measurements.
         losses = [loss for loss in self._bank_losses if loss.last]
         record: Record = {

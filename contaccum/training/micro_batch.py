@@ -1,4 +1,4 @@
-"""The micro-batch: the smallest that has negatives, and the largest that fits into memory.
+"""The largest micro-batch that fits into memory.
 
 With ``per_device_train_batch_size=auto``, the largest one is searched for before the first update.
 For a loss with a gradient cache, it is ``mini_batch_size``, the rows that are encoded at once.
@@ -25,10 +25,7 @@ from torch import Tensor, nn
 from contaccum.data.sampling import first_texts
 from contaccum.distributed import over_ranks
 from contaccum.errors import ConfigError, UserError, is_out_of_memory
-from contaccum.losses.contaccum import ContAccumLoss
-from contaccum.losses.query_side import QuerySideLoss
 from contaccum.training.arguments import ContAccumTrainingArguments
-from contaccum.training.columns import Columns
 from contaccum.training.losses import list_bank_losses, list_losses
 
 Row = dict[str, Any]
@@ -42,22 +39,6 @@ MEMORY_REMEDIES = (
 
 _MAX_SHARE_OF_FREE_MEMORY = 0.8  # share of a host's free memory that a trial may use
 _BYTES_PER_MB = 2**20
-
-
-def compute_smallest_micro_batch(loss: Any, columns: Columns) -> int:
-    """Return the smallest number of pairs per micro-batch with which every query has a negative.
-
-    It is 1 if all data sets have hard negatives, or all losses have a bank, a document store, or a
-    gradient cache; otherwise 2.
-    """
-    if columns and all(len(names) > 2 for names in columns.values()):
-        return 1
-    for loss_of_set in list_losses(loss):
-        has_bank = isinstance(loss_of_set, ContAccumLoss) and loss_of_set.settings.bank_size
-        has_store = isinstance(loss_of_set, QuerySideLoss)
-        if not (has_bank or has_store or uses_gradient_cache(loss_of_set)):
-            return 2
-    return 1
 
 
 def find_micro_batch(

@@ -163,7 +163,6 @@ class ContAccumTrainer(SentenceTransformerTrainer):
             kwargs.setdefault("data_collator", collator)
         if loss is None:
             loss = losses.make_loss(model, args)
-        check_columns(args, loss, columns)
         disable_unused_parameter_search(args, model, loss)
         args.hub_strategy = HubStrategy.END  # checkpoints contain local paths
         self.batch_sampler: Any = None  # the sampler of the data loader
@@ -171,6 +170,7 @@ class ContAccumTrainer(SentenceTransformerTrainer):
         self._identity: dict[str, Any] = {}  # set by train()
         self._resumed: tuple[Path, checkpoint.Saved] | None = None  # a checkpoint and its result
         super().__init__(model, args, train_dataset, eval_dataset, loss, **kwargs)
+        smallest_micro_batch = check_columns(self.args, self.loss, columns)
         if not args.card_examples:
             card = model.model_card_data
             card.widget, card.usage_examples = [], None
@@ -201,7 +201,7 @@ class ContAccumTrainer(SentenceTransformerTrainer):
             self.loss,
             self.accelerator,
             self._count_pairs,
-            smallest=micro_batch.compute_smallest_micro_batch(self.loss, columns),
+            smallest_micro_batch,
         )
         # At the front of the list: UpdateLogCallback must add the measurements of an update before
         # the callbacks of transformers print them and send them to trackers.
@@ -374,7 +374,7 @@ class ContAccumTrainer(SentenceTransformerTrainer):
     # An update -----------------------------------------------------------------------------------
     #
     # transformers calls, in this order:
-    #   get_batch_samples  fetch all micro-batches of the update and count their pairs;
+    #   get_batch_samples  fetch all micro-batches of the update;
     #   training_step      for each micro-batch: forward and backward by `micro_step`, in smaller
     #                      micro-steps once memory has run out;
     #   _get_grad_norm     after the last micro-batch: drop gradients that are not finite;
@@ -383,9 +383,9 @@ class ContAccumTrainer(SentenceTransformerTrainer):
     def get_batch_samples(
         self, epoch_iterator: Any, num_batches: int, device: torch.device
     ) -> tuple[list[Any], Any]:
-        """Fetch the micro-batches of an update, as in transformers, and count their pairs."""
+        """Fetch all micro-batches of an update, as in transformers."""
         batches, num_items = super().get_batch_samples(epoch_iterator, num_batches, device)
-        self.updates.count_expected_pairs(batches)
+        self.updates.set_micro_batches(batches)
         return batches, num_items
 
     def training_step(
@@ -393,7 +393,7 @@ class ContAccumTrainer(SentenceTransformerTrainer):
     ) -> Tensor:
         """Run forward and backward for a micro-batch; return its loss for the log."""
         assert self.optimizer is not None  # transformers has created it before the first update
-        return self.updates.run_micro_batch(model, inputs, self.micro_step, self.optimizer)
+        return self.updates.run_micro_batch(model, self.micro_step, self.optimizer)
 
     def micro_step(
         self, model: nn.Module, inputs: Batch, weight: float, is_last_part: bool

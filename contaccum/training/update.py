@@ -11,7 +11,6 @@ from __future__ import annotations
 import logging
 import math
 import time
-from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
@@ -66,14 +65,12 @@ class Update:
 
     number: int  # in the run, from 1
     started: float  # value of time.perf_counter
-    # Pairs in each micro-batch, also in those to come (0: unknown), and of the update by data set.
-    pairs: list[int] = field(default_factory=list)
-    pairs_of_sets: Counter[str | None] = field(default_factory=Counter)
-    micro_batches: list[Batch] = field(default_factory=list)  # the last may still be in training
-    # The loss of each micro-step, of shape (), times its share of the pairs: their sum is the loss
-    # of the update. Beside it, the index of its micro-batch.
-    losses: list[Tensor] = field(default_factory=list)
-    micro_batch_of_loss: list[int] = field(default_factory=list)
+    micro_batches: list[Batch] = field(default_factory=list)
+    pairs: list[int] = field(default_factory=list)  # in each micro-batch; 0: unknown
+    num_begun: int = 0  # micro-batches; the newest may still be in training
+    # The index of the micro-batch of each micro-step, and the loss, of shape (), times its share of
+    # the pairs. The sum of these losses is the loss of the update.
+    losses: list[tuple[int, Tensor]] = field(default_factory=list)
     grad_norms: dict[str, float] = field(default_factory=dict)  # of the towers, for the log
     grad_norm: float | None = None  # of the whole model, over all ranks
     learning_rate: float = 0.0  # of the first parameter group
@@ -118,19 +115,13 @@ class Updates:
         for loss_of_set in list_parts(loss):
             loss_of_set.register_forward_hook(_multiply_by_nan_if_nonfinite)
 
-    def count_expected_pairs(self, batches: list[Batch]) -> None:
-        """Count the pairs in all micro-batches of the current update, before it is trained."""
-        update = self.current
-        for inputs in batches:
-            update.pairs.append(self._count_pairs(inputs))
-            update.pairs_of_sets[inputs.get("dataset_name")] += update.pairs[-1]
+    def set_micro_batches(self, micro_batches: list[Batch]) -> None:
+        """Set all micro-batches of the current update, before it is trained."""
+        self.current.micro_batches = micro_batches
+        self.current.pairs = [self._count_pairs(inputs) for inputs in micro_batches]
 
     def run_micro_batch(
-        self,
-        model: nn.Module,
-        inputs: Batch,
-        micro_step: MicroStep,
-        optimizer: torch.optim.Optimizer,
+        self, model: nn.Module, micro_step: MicroStep, optimizer: torch.optim.Optimizer
     ) -> Tensor:
         """Run forward and backward for the next micro-batch of the current update.
 
@@ -145,8 +136,8 @@ class Updates:
         update = self.current
         # Read before the micro-step, because DeepSpeed's scheduler steps within the last one.
         update.learning_rate = optimizer.param_groups[0]["lr"]
-        first = len(update.micro_batches)  # index of the first micro-batch to train on
-        update.micro_batches.append(inputs)
+        first = update.num_begun  # index of the first micro-batch to train on
+        update.num_begun += 1
         while True:  # until the micro-batch fits into memory
             if self._tower_norms is None:
                 encoder = self._accelerator.unwrap_model(model, keep_torch_compile=False)
@@ -169,7 +160,6 @@ class Updates:
             self._tower_norms.close()
             self._tower_norms = None
             update.losses.clear()
-            update.micro_batch_of_loss.clear()
             first = 0
         if self._accelerator.sync_gradients:  # the last micro-batch of the update
             # The norms are read before the gradient is clipped. DeepSpeed has already made its
@@ -182,26 +172,23 @@ class Updates:
         update = self.current
         if first == 0:
             self._set_pairs_of_losses()
-        for index in range(first, len(update.micro_batches)):
+        for index in range(first, update.num_begun):
             inputs = update.micro_batches[index]
-            max_rows = self.max_rows
-            if uses_gradient_cache(get_batch_loss(self._loss, inputs)):
-                # The whole batch is one micro-step, with smaller mini-batches.
-                max_rows = None
-            parts = split_rows(inputs, max_rows)
+            # With a gradient cache, the batch is one micro-step, with smaller mini-batches.
+            is_split = not uses_gradient_cache(get_batch_loss(self._loss, inputs))
+            parts = split_rows(inputs, self.max_rows if is_split else None)
             # The losses are means over pairs. With these weights, each pair of the update has the
             # same weight, also if the last micro-batch of an epoch is short. If the size of a
             # micro-batch is unknown, all micro-batches have the same weight.
             batch_weight = 1 / len(update.pairs)
             if all(update.pairs):
                 batch_weight = update.pairs[index] / sum(update.pairs)
-            is_newest_batch = index == len(update.micro_batches) - 1
+            is_newest_batch = index == update.num_begun - 1
             batch_loss = torch.zeros((), device=self._args.device)
             for part_number, (part, share) in enumerate(parts, start=1):
                 is_last_part = is_newest_batch and part_number == len(parts)
                 part_loss = micro_step(model, part, share * batch_weight, is_last_part)
-                update.losses.append(part_loss)
-                update.micro_batch_of_loss.append(index)
+                update.losses.append((index, part_loss))
                 batch_loss = batch_loss + part_loss
         return batch_loss
 
@@ -210,15 +197,13 @@ class Updates:
 
         If ranks share a bank, the number counts the pairs of all ranks.
         """
-        pairs_of_sets = self.current.pairs_of_sets
+        update = self.current
         for bank_loss in list_bank_losses(self._loss):
-            num_pairs = pairs_of_sets.total()
-            if isinstance(self._loss, dict):
-                # Each loss receives only the pairs of its own data sets.
-                num_pairs = 0
-                for name, loss in self._loss.items():
-                    if bank_loss in loss.modules():
-                        num_pairs += pairs_of_sets[name]
+            # Each of several losses receives only the pairs of its own data sets.
+            num_pairs = 0
+            for inputs, pairs in zip(update.micro_batches, update.pairs, strict=True):
+                if bank_loss in get_batch_loss(self._loss, inputs).modules():
+                    num_pairs += pairs
             if bank_loss.settings.gather_across_devices:
                 total = over_ranks("SUM", torch.tensor(num_pairs, device=self._args.device))
                 num_pairs = int(total)
@@ -294,8 +279,7 @@ class Updates:
         if math.isfinite(norm):
             return
         scale = get_gradient_scale(self._accelerator)
-        losses = zip(update.micro_batch_of_loss, update.losses, strict=True)
-        micro_batches = sorted({index for index, loss in losses if not torch.isfinite(loss)})
+        micro_batches = sorted({index for index, x in update.losses if not torch.isfinite(x)})
         # Ranks may have different losses, but all ranks skip the update, for the same cause.
         cause = "gradient"
         if over_ranks("MAX", torch.tensor(len(micro_batches), device=self._args.device)) > 0:
@@ -308,21 +292,20 @@ class Updates:
             return
         if cause == "gradient":
             # All losses are finite, so it is unknown which micro-batch caused the gradient.
-            micro_batches = list(range(len(update.micro_batches)))
+            micro_batches = list(range(update.num_begun))
         rows = find_rows(micro_batches) if micro_batches else []
         update.log_entries["micro_steps"] = micro_batches
         update.log_entries["rows"] = rows
         self.num_skipped += 1
         place = "on another rank"
-        if micro_batches:
-            shown = "unknown"
-            if rows is not None:
-                shown = ", ".join(map(str, rows[:_MAX_ROWS_SHOWN]))
-                shown += ", ..." if len(rows) > _MAX_ROWS_SHOWN else ""
+        if rows is None:
+            place = "in unknown rows"
+        elif rows:
+            shown = ", ".join(map(str, rows[:_MAX_ROWS_SHOWN]))
+            shown += ", ..." if len(rows) > _MAX_ROWS_SHOWN else ""
             place = f"rows {shown} of the training data"
-        message = f"update {update.number}: the {cause} is not finite ({place})"
-        if world_size() > 1:
-            message = f"rank {rank()}: {message}"
+        place_of_rank = f"rank {rank()}: " if world_size() > 1 else ""
+        message = f"{place_of_rank}update {update.number}: the {cause} is not finite ({place})"
         max_skipped = self._args.max_skipped_updates
         if self.num_skipped > max_skipped:
             raise UserError(
