@@ -10,6 +10,7 @@ from typing import Any
 
 from sentence_transformers import SentenceTransformer
 from sentence_transformers.base.losses.gradcache import uses_gradient_cache
+from torch import nn
 
 from contaccum.data.sampling import LABELS
 from contaccum.encoders.settings import get_prompt
@@ -17,7 +18,7 @@ from contaccum.errors import ConfigError
 from contaccum.losses.contaccum import ContAccumLoss
 from contaccum.losses.query_side import QuerySideLoss
 from contaccum.training.arguments import ContAccumTrainingArguments
-from contaccum.training.losses import list_losses, unwrap_matryoshka
+from contaccum.training.losses import unwrap_matryoshka
 
 Columns = dict[str | None, list[str]]
 """Text columns of each data set, in order, by the set's name; None is the name of a single set."""
@@ -64,15 +65,14 @@ def set_column_roles(
         args.prompts = (common_prompts or None) if roles_agree else prompts_by_set
 
 
-def check_columns(args: ContAccumTrainingArguments, loss: Any, columns: Columns) -> int:
+def check_columns(args: ContAccumTrainingArguments, loss: nn.Module, columns: Columns) -> int:
     """Return the smallest number of pairs per micro-batch with which every query has a negative.
 
-    It is 1 if all data sets have hard negatives, or all losses have a bank, a document store, or a
+    It is 1 if all data sets have hard negatives, or the loss has a bank, a document store, or a
     gradient cache; otherwise 2.
 
     Raises:
-        ConfigError: for a data set without positives; if no query would have a negative; and for
-            "auto" with a dictionary of losses, because the search runs a single loss.
+        ConfigError: for a data set without positives, or if no query would have a negative.
     """
     for name, column_names in columns.items():
         if len(column_names) < 2:
@@ -80,28 +80,21 @@ def check_columns(args: ContAccumTrainingArguments, loss: Any, columns: Columns)
             raise ConfigError(
                 f"{data} has only the column {column_names[0]!r}: it needs a query and a positive"
             )
-    if args.has_auto_micro_batch and isinstance(loss, dict):
-        raise ConfigError(
-            "per_device_train_batch_size=auto with a dictionary of losses: set "
-            "per_device_train_batch_size to a number"
-        )
-    if columns and all(len(names) > 2 for names in columns.values()):
+    loss = unwrap_matryoshka(loss)
+    has_hard_negatives = columns and all(len(names) > 2 for names in columns.values())
+    has_bank = isinstance(loss, ContAccumLoss) and loss.settings.bank_size
+    has_store = isinstance(loss, QuerySideLoss)
+    if has_hard_negatives or has_bank or has_store or uses_gradient_cache(loss):
         return 1
-    smallest = 1
-    for loss_of_set in list_losses(loss):
-        has_bank = isinstance(loss_of_set, ContAccumLoss) and loss_of_set.settings.bank_size
-        has_store = isinstance(loss_of_set, QuerySideLoss)
-        if not (has_bank or has_store or uses_gradient_cache(loss_of_set)):
-            smallest = 2
     # Other losses may need no negatives. A size of 1 is only temporary with "auto", and other
     # devices may add their pairs.
-    needs_negatives = isinstance(unwrap_matryoshka(loss), ContAccumLoss)
+    needs_negatives = isinstance(loss, ContAccumLoss)
     may_have_more_pairs = args.is_gathered or args.has_auto_micro_batch
-    is_too_small = args.per_device_train_batch_size < smallest and not may_have_more_pairs
-    if needs_negatives and is_too_small:
+    is_single_pair = args.per_device_train_batch_size == 1 and not may_have_more_pairs
+    if needs_negatives and is_single_pair:
         raise ConfigError(
             f"method={args.method} with per_device_train_batch_size=1 and no hard negatives in the "
             "data: no query has a negative. Raise per_device_train_batch_size, or set "
             "method=contaccum"
         )
-    return smallest
+    return 2

@@ -175,8 +175,7 @@ class UpdateLogCallback(TrainerCallback):
         num_pairs = sum(update.pairs) * args.world_size
         seconds = time.perf_counter() - update.started
         loss_of_ranks = over_ranks("SUM", torch.stack([loss for _, loss in update.losses]).sum())
-        # With several data sets, some losses have not been called yet, and have no measurements.
-        losses = [loss for loss in self._bank_losses if loss.last]
+        losses = [loss for loss in self._bank_losses if loss.last]  # that have been called
         record: Record = {
             "update": state.global_step,
             "epoch": round(float(state.epoch or 0), 6),
@@ -190,7 +189,6 @@ class UpdateLogCallback(TrainerCallback):
             "peak_memory_mb": peak_memory_mb(args.device),
         }
         if losses:
-            # Of several losses, the first one's: its last micro-step may be of an earlier update.
             loss = losses[0]
             for key, value in loss.last.items():
                 number = value.item() if isinstance(value, torch.Tensor) else value

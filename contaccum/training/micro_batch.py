@@ -26,7 +26,7 @@ from contaccum.data.sampling import first_texts
 from contaccum.distributed import over_ranks
 from contaccum.errors import ConfigError, UserError, is_out_of_memory
 from contaccum.training.arguments import ContAccumTrainingArguments
-from contaccum.training.losses import list_bank_losses, list_losses
+from contaccum.training.losses import list_bank_losses, unwrap_matryoshka
 
 Row = dict[str, Any]
 """A row of a training set: texts by column, and a label if the set has labels."""
@@ -173,10 +173,8 @@ def make_longest_rows(dataset: Any, num_rows: int) -> list[Row]:
 
 def set_mini_batch_size(loss: Any, rows: int) -> None:
     """Set the number of rows that a gradient cache encodes at once; other losses do not change."""
-    for loss_of_set in list_losses(loss):
-        if not uses_gradient_cache(loss_of_set):
-            continue
-        for module in loss_of_set.modules():
+    if uses_gradient_cache(unwrap_matryoshka(loss)):
+        for module in loss.modules():
             if hasattr(module, "mini_batch_size"):
                 module.mini_batch_size = rows
 

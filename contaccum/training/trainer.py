@@ -128,6 +128,7 @@ class ContAccumTrainer(SentenceTransformerTrainer):
 
     training_args_class = ContAccumTrainingArguments
     args: ContAccumTrainingArguments
+    loss: Any  # a module; `__init__` refuses a dictionary of losses
 
     def __init__(
         self,
@@ -144,6 +145,11 @@ class ContAccumTrainer(SentenceTransformerTrainer):
         self._user_arguments = args.to_dict()
         self._data_record = data_record or {}
         args = copy.copy(args)  # some settings are changed below, and the caller's must not change
+        if isinstance(loss, dict):
+            raise ConfigError(
+                "a dictionary of losses, one for each data set: give one loss for all, or use "
+                "SentenceTransformerTrainer with contaccum's losses"
+            )
         self.samplings = get_samplings(train_dataset)  # a sampling draws new texts in each epoch
         for part in [*losses.list_parts(train_dataset), *losses.list_parts(eval_dataset)]:
             if isinstance(part, IterableDataset):
@@ -417,7 +423,7 @@ class ContAccumTrainer(SentenceTransformerTrainer):
                 loss = super().training_step(model, dict(inputs))
         finally:
             self.current_gradient_accumulation_steps = num_steps
-        bank_loss = losses.get_batch_loss(self.loss, inputs)
+        bank_loss = losses.unwrap_matryoshka(self.loss)
         info_nce = bank_loss.info_nce if isinstance(bank_loss, ContAccumLoss) else None
         if info_nce is not None and info_nce.diagnostics is not None:
             # The log gets the loss of the micro-batch's own queries, without banked queries and

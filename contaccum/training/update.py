@@ -26,13 +26,7 @@ from contaccum.encoders.grad_norms import TowerGradNorms
 from contaccum.errors import UserError, is_out_of_memory
 from contaccum.training.arguments import ContAccumTrainingArguments
 from contaccum.training.engines import describe_engine
-from contaccum.training.losses import (
-    Batch,
-    get_batch_loss,
-    list_bank_losses,
-    list_losses,
-    list_parts,
-)
+from contaccum.training.losses import Batch, list_bank_losses, unwrap_matryoshka
 from contaccum.training.micro_batch import (
     MEMORY_REMEDIES,
     find_largest_divisor,
@@ -81,7 +75,6 @@ class Updates:
     """Runner of the updates of a training run, one micro-batch at a time.
 
     Args:
-        loss: the training loss, or a dictionary with one loss for each data set.
         count_pairs: returns the number of pairs in a collated batch; 0 if it is unknown.
         smallest: the smallest number of rows with which every query has a negative; ``max_rows``
             never becomes smaller. The parts of an uneven batch may have fewer rows.
@@ -97,7 +90,7 @@ class Updates:
     def __init__(
         self,
         args: ContAccumTrainingArguments,
-        loss: Any,
+        loss: nn.Module,
         accelerator: Accelerator,
         count_pairs: Callable[[Batch], int],
         smallest: int,
@@ -108,12 +101,12 @@ class Updates:
         self.num_skipped = 0
         self._args = args
         self._loss = loss
+        self._has_cache = uses_gradient_cache(unwrap_matryoshka(loss))
         self._accelerator = accelerator
         self._count_pairs = count_pairs
         self.smallest = smallest
         self._tower_norms: TowerGradNorms | None = None
-        for loss_of_set in list_parts(loss):
-            loss_of_set.register_forward_hook(_multiply_by_nan_if_nonfinite)
+        loss.register_forward_hook(_multiply_by_nan_if_nonfinite)
 
     def set_micro_batches(self, micro_batches: list[Batch]) -> None:
         """Set all micro-batches of the current update, before it is trained."""
@@ -175,8 +168,7 @@ class Updates:
         for index in range(first, update.num_begun):
             inputs = update.micro_batches[index]
             # With a gradient cache, the batch is one micro-step, with smaller mini-batches.
-            is_split = not uses_gradient_cache(get_batch_loss(self._loss, inputs))
-            parts = split_rows(inputs, self.max_rows if is_split else None)
+            parts = split_rows(inputs, None if self._has_cache else self.max_rows)
             # The losses are means over pairs. With these weights, each pair of the update has the
             # same weight, also if the last micro-batch of an epoch is short. If the size of a
             # micro-batch is unknown, all micro-batches have the same weight.
@@ -197,13 +189,8 @@ class Updates:
 
         If ranks share a bank, the number counts the pairs of all ranks.
         """
-        update = self.current
         for bank_loss in list_bank_losses(self._loss):
-            # Each of several losses receives only the pairs of its own data sets.
-            num_pairs = 0
-            for inputs, pairs in zip(update.micro_batches, update.pairs, strict=True):
-                if bank_loss in get_batch_loss(self._loss, inputs).modules():
-                    num_pairs += pairs
+            num_pairs = sum(self.current.pairs)
             if bank_loss.settings.gather_across_devices:
                 total = over_ranks("SUM", torch.tensor(num_pairs, device=self._args.device))
                 num_pairs = int(total)
@@ -222,10 +209,9 @@ class Updates:
                 "resume_from_checkpoint=last"
             )
         sizes = [self.max_rows or self._args.pairs_per_micro_batch, max(self.current.pairs)]
-        if self.max_rows is None:
-            for loss in list_losses(self._loss):  # the user's may have smaller mini-batches
-                if uses_gradient_cache(loss) and hasattr(loss, "mini_batch_size"):
-                    sizes.append(loss.mini_batch_size)
+        loss = unwrap_matryoshka(self._loss)
+        if self._has_cache and hasattr(loss, "mini_batch_size"):
+            sizes.append(loss.mini_batch_size)  # the user's may have smaller ones
         rows = min(sizes)  # in the largest micro-step of the update
         if rows <= self.smallest:
             raise UserError(

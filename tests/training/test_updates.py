@@ -19,7 +19,6 @@ from sentence_transformers.sentence_transformer.losses import (
 )
 from tiny_models import tiny_encoder
 from tiny_runs import (
-    AUTO,
     EVERY_CALL,
     SAVE_EVERY_UPDATE,
     assert_resumes,
@@ -191,30 +190,12 @@ def test_if_the_smallest_micro_batch_does_not_fit_the_error_names_remedies(tmp_p
         trainer.train()
 
 
-def make_two_cached_losses(model: Any) -> tuple[DatasetDict, dict[str, CachedContAccumLoss]]:
-    """Return two data sets, and a loss with a gradient cache for each."""
+def test_a_dictionary_of_losses_is_refused(tmp_path):
+    model = tiny_encoder()
     data = DatasetDict(one=make_pairs(20), two=make_pairs(16))
-    losses = {name: CachedContAccumLoss(model, bank_size=16, mini_batch_size=4) for name in data}
-    return data, losses
-
-
-def test_several_losses_with_a_gradient_cache_encode_fewer_rows_of_whole_batches(tmp_path):
-    model = tiny_encoder()
-    data, losses = make_two_cached_losses(model)
-    trainer = make_trainer(tmp_path, data, model=model, loss=losses)
-    texts = record_texts(trainer)
-    simulate_out_of_memory(trainer, "passages", {1}, max_rows=2)
-    trainer.train()
-    assert trainer.updates.max_rows == 2
-    assert {loss.mini_batch_size for loss in losses.values()} == {2}
-    assert {len(rows) for rows in texts} == {4}
-
-
-def test_auto_with_a_dictionary_of_losses_is_refused(tmp_path):
-    model = tiny_encoder()
-    data, losses = make_two_cached_losses(model)
-    with pytest.raises(ConfigError, match="=auto with a dictionary of losses"):
-        make_trainer(tmp_path, data, model=model, loss=losses, **AUTO)
+    losses = {name: CachedContAccumLoss(model) for name in data}
+    with pytest.raises(ConfigError, match="a dictionary of losses"):
+        make_trainer(tmp_path, data, model=model, loss=losses)
 
 
 def get_weights(trainer: Any) -> torch.Tensor:
