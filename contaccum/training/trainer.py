@@ -45,6 +45,7 @@ from transformers.integrations.deepspeed import deepspeed_load_checkpoint, unset
 from transformers.trainer_utils import HubStrategy, TrainOutput
 
 from contaccum import progress, work
+from contaccum.data import TrainingSets
 from contaccum.data.samplers import RESUMABLE_SAMPLERS
 from contaccum.data.sampling import first_texts, get_samplings
 from contaccum.distributed import broadcast
@@ -56,7 +57,6 @@ from contaccum.errors import ConfigError, DataError, UserError, is_out_of_memory
 from contaccum.evaluation.evaluator import RetrievalEvaluator
 from contaccum.files import Fingerprint, provenance, require_writable, write_text
 from contaccum.losses.contaccum import ContAccumLoss
-from contaccum.losses.text_ids import count_texts
 from contaccum.merging import merge_models
 from contaccum.redaction import redact
 from contaccum.retrieval.encode import hash_tensors, tokenisation_fingerprint
@@ -76,7 +76,6 @@ from contaccum.training.losses import Batch
 from contaccum.training.micro_batch import MEMORY_REMEDIES, Row
 from contaccum.training.rates import ListedRates, RatesByClock
 from contaccum.training.setup import (
-    RunData,
     load_encoder,
     load_model,
     load_run_data,
@@ -202,13 +201,7 @@ class ContAccumTrainer(SentenceTransformerTrainer):
         if documents is not None and isinstance(self.evaluator, RetrievalEvaluator):
             # The document tower is frozen, so its embeddings are read from the store.
             self.evaluator.documents = documents
-        self.updates = Updates(
-            self.args,
-            self.loss,
-            self.accelerator,
-            self._count_pairs,
-            smallest_micro_batch,
-        )
+        self.updates = Updates(self, smallest_micro_batch)
         # At the front of the list: UpdateLogCallback must add the measurements of an update before
         # the callbacks of transformers print them and send them to trackers.
         update_log = log.UpdateLogCallback(
@@ -294,7 +287,7 @@ class ContAccumTrainer(SentenceTransformerTrainer):
         return output
 
     def get_train_dataloader(self) -> DataLoader:
-        """Return a loader whose order depends only on seed and epoch, so that runs can resume."""
+        """Return a loader whose order depends only on seed and epoch, so that runs resume."""
         if self.args.has_auto_micro_batch:
             # Only now: gradient checkpointing is on, and transformers has not read the batch size.
             with keep_random_states():
@@ -339,13 +332,10 @@ class ContAccumTrainer(SentenceTransformerTrainer):
         # The checkpoint's save_steps, eval_steps and logging_steps are loaded; those of args apply.
         state = self.state
         state.compute_steps(self.args, state.max_steps)
-        if self._resumed is None:
-            return position
-        patience = self.args.early_stopping_patience
-        has_lost_patience = (
-            patience is not None and log.count_evaluations_without_gain(state) >= patience
-        )
-        if state.global_step >= state.max_steps or has_lost_patience:
+        patience = self.args.early_stopping_patience or sys.maxsize
+        has_lost_patience = log.count_evaluations_without_gain(state) >= patience
+        has_ended = state.global_step >= state.max_steps or has_lost_patience
+        if self._resumed is not None and has_ended:
             logger.warning(
                 f"nothing is left to train after update {state.global_step}: the run has ended. "
                 "Raise max_steps, num_train_epochs or early_stopping_patience to train on"
@@ -398,8 +388,7 @@ class ContAccumTrainer(SentenceTransformerTrainer):
         self, model: nn.Module, inputs: Batch, num_items_in_batch: Any = None
     ) -> Tensor:
         """Run forward and backward for a micro-batch; return its loss for the log."""
-        assert self.optimizer is not None  # transformers has created it before the first update
-        return self.updates.run_micro_batch(model, self.micro_step, self.optimizer)
+        return self.updates.run_micro_batch(model)
 
     def micro_step(
         self, model: nn.Module, inputs: Batch, weight: float, is_last_part: bool
@@ -432,19 +421,14 @@ class ContAccumTrainer(SentenceTransformerTrainer):
             loss = torch.where(torch.isfinite(loss), local_loss, loss)
         return loss
 
-    def _count_pairs(self, inputs: Batch) -> int:
-        columns, _ = self.collect_features(inputs)
-        return count_texts(columns[0]) or 0
-
     def _get_grad_norm(self, model: nn.Module, grad_norm: Any = None) -> Any:
         # Private: the only place where the norm over all ranks is known before the optimizer steps.
         norm = super()._get_grad_norm(model, grad_norm=grad_norm)
         if norm is not None:
-            assert self.optimizer is not None
-            self.updates.skip_if_nonfinite(float(norm), model, self.optimizer, self._find_rows)
+            self.updates.skip_if_nonfinite(float(norm), model)
         return norm
 
-    def _find_rows(self, micro_batches: list[int]) -> list[int] | None:
+    def find_rows(self, micro_batches: list[int]) -> list[int] | None:
         """Return the rows of the training data in some micro-batches of the update on this rank.
 
         The sampler computes the batches of the current epoch again. This is possible only if they
@@ -482,10 +466,9 @@ class ContAccumTrainer(SentenceTransformerTrainer):
         # Of several data sets, transformers evaluates each with a prefix of its own.
         if self.is_in_train and metric_key_prefix == "eval":
             if self.is_world_process_zero():
-                record: dict[str, Any] = {"update": self.state.global_step}
-                for key, value in metrics.items():
-                    if not key.startswith(("eval_samples_", "eval_steps_")):
-                        record[key] = value
+                record: dict[str, Any] = {"update": self.state.global_step, **metrics}
+                for speed in ("eval_samples_per_second", "eval_steps_per_second"):
+                    record.pop(speed, None)
                 log.append_line(Path(str(self.args.output_dir)) / log.EVAL_LOG, record)
             # The next update starts now.
             self.updates.current.started = time.perf_counter()
@@ -683,9 +666,8 @@ def keep_random_states() -> Iterator[None]:
 
 def make_trainer(
     encoder: DualEncoder,
-    settings: Settings,
     args: ContAccumTrainingArguments,
-    data: RunData,
+    data: TrainingSets,
     **trainer_options: Any,
 ) -> ContAccumTrainer:
     """Return the trainer of a run; ``trainer_options`` are further arguments of the trainer.
@@ -701,9 +683,8 @@ def make_trainer(
         return ContAccumTrainer(
             encoder,
             args,
-            data.training.dataset,
-            evaluator=data.evaluator,
-            data_record=data.training.record(),
+            data.dataset,
+            data_record=data.record(),
             **trainer_options,
         )
     except UserError:
@@ -756,11 +737,11 @@ def train_and_save(
     require_model(settings.model)
     if args.process_index == 0:
         require_writable(output_dir / work.IDENTITY_FILE)
-    data = load_run_data(settings, args)
+    data, evaluator = load_run_data(settings, args)
     if args.process_index == 0:
-        print_line(data.training.summary())
+        print_line(data.summary())
     encoder = load_encoder(settings, args)
-    trainer = make_trainer(encoder, settings, args, data, callbacks=callbacks)
+    trainer = make_trainer(encoder, args, data, evaluator=evaluator, callbacks=callbacks)
     if not progress.verbose:
         trainer.remove_callback(PrinterCallback)
         if not args.disable_tqdm:

@@ -11,12 +11,10 @@ from __future__ import annotations
 import logging
 import math
 import time
-from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
-from accelerate import Accelerator
 from accelerate.utils.memory import clear_device_cache
 from sentence_transformers.base.losses.gradcache import uses_gradient_cache
 from torch import Tensor, nn
@@ -24,7 +22,7 @@ from torch import Tensor, nn
 from contaccum.distributed import over_ranks, rank, world_size
 from contaccum.encoders.grad_norms import TowerGradNorms
 from contaccum.errors import UserError, is_out_of_memory
-from contaccum.training.arguments import ContAccumTrainingArguments
+from contaccum.losses.text_ids import count_texts
 from contaccum.training.engines import describe_engine
 from contaccum.training.losses import Batch, list_bank_losses, unwrap_matryoshka
 from contaccum.training.micro_batch import (
@@ -32,6 +30,9 @@ from contaccum.training.micro_batch import (
     find_largest_divisor,
     set_mini_batch_size,
 )
+
+if TYPE_CHECKING:
+    from contaccum.training.trainer import ContAccumTrainer
 
 logger = logging.getLogger(__name__)
 
@@ -49,8 +50,6 @@ REMEDY_WITHOUT_NEGATIVES = (
 
 _MAX_REASON_LENGTH = 160  # characters of an out-of-memory error that are shown
 _MAX_ROWS_SHOWN = 16  # row numbers in a message
-
-MicroStep = Callable[[nn.Module, Batch, float, bool], Tensor]  # `ContAccumTrainer.micro_step`
 
 
 @dataclass
@@ -75,7 +74,6 @@ class Updates:
     """Runner of the updates of a training run, one micro-batch at a time.
 
     Args:
-        count_pairs: returns the number of pairs in a collated batch; 0 if it is unknown.
         smallest: the smallest number of rows with which every query has a negative; ``max_rows``
             never becomes smaller. The parts of an uneven batch may have fewer rows.
 
@@ -87,35 +85,28 @@ class Updates:
         num_skipped: number of updates that were skipped, because they were not finite.
     """
 
-    def __init__(
-        self,
-        args: ContAccumTrainingArguments,
-        loss: nn.Module,
-        accelerator: Accelerator,
-        count_pairs: Callable[[Batch], int],
-        smallest: int,
-    ) -> None:
+    def __init__(self, trainer: ContAccumTrainer, smallest: int) -> None:
+        self.smallest = smallest
         self.current = Update(1, time.perf_counter())
         self.max_rows: int | None = None
         self.num_trained = 0
         self.num_skipped = 0
-        self._args = args
-        self._loss = loss
-        self._has_cache = uses_gradient_cache(unwrap_matryoshka(loss))
-        self._accelerator = accelerator
-        self._count_pairs = count_pairs
-        self.smallest = smallest
+        self._trainer = trainer
+        self._args = trainer.args
+        self._loss = trainer.loss
+        self._has_cache = uses_gradient_cache(unwrap_matryoshka(trainer.loss))
+        self._accelerator = trainer.accelerator
         self._tower_norms: TowerGradNorms | None = None
-        loss.register_forward_hook(_multiply_by_nan_if_nonfinite)
+        trainer.loss.register_forward_hook(_multiply_by_nan_if_nonfinite)
 
     def set_micro_batches(self, micro_batches: list[Batch]) -> None:
         """Set all micro-batches of the current update, before it is trained."""
         self.current.micro_batches = micro_batches
-        self.current.pairs = [self._count_pairs(inputs) for inputs in micro_batches]
+        for inputs in micro_batches:
+            columns, _ = self._trainer.collect_features(inputs)
+            self.current.pairs.append(count_texts(columns[0]) or 0)
 
-    def run_micro_batch(
-        self, model: nn.Module, micro_step: MicroStep, optimizer: torch.optim.Optimizer
-    ) -> Tensor:
+    def run_micro_batch(self, model: nn.Module) -> Tensor:
         """Run forward and backward for the next micro-batch of the current update.
 
         When memory runs out, the rows of a micro-step (with a gradient cache: of a mini-batch) are
@@ -128,7 +119,7 @@ class Updates:
         """
         update = self.current
         # Read before the micro-step, because DeepSpeed's scheduler steps within the last one.
-        update.learning_rate = optimizer.param_groups[0]["lr"]
+        update.learning_rate = self._optimizer.param_groups[0]["lr"]
         first = update.num_begun  # index of the first micro-batch to train on
         update.num_begun += 1
         while True:  # until the micro-batch fits into memory
@@ -138,7 +129,7 @@ class Updates:
                 has_full_gradients = describe_engine(self._accelerator) is None
                 self._tower_norms = TowerGradNorms(encoder, model, has_full_gradients)
             try:
-                loss = self._run_micro_steps(model, micro_step, first)
+                loss = self._run_micro_steps(model, first)
                 break
             except Exception as error:
                 if not is_out_of_memory(error):
@@ -149,7 +140,7 @@ class Updates:
             clear_device_cache(garbage_collection=True)
             self._halve_rows(reason)
             # Start the update again: drop all that its micro-steps so far have accumulated.
-            drop_gradients(model, optimizer)
+            self._drop_gradients(model)
             self._tower_norms.close()
             self._tower_norms = None
             update.losses.clear()
@@ -157,14 +148,20 @@ class Updates:
         if self._accelerator.sync_gradients:  # the last micro-batch of the update
             # The norms are read before the gradient is clipped. DeepSpeed has already made its
             # optimizer step, but then the norms are accumulated from gradients of embeddings.
-            update.grad_norms = self._tower_norms.read(get_gradient_scale(self._accelerator))
+            update.grad_norms = self._tower_norms.read(self._gradient_scale)
         return loss
 
-    def _run_micro_steps(self, model: nn.Module, micro_step: MicroStep, first: int) -> Tensor:
+    def _run_micro_steps(self, model: nn.Module, first: int) -> Tensor:
         """Train all micro-batches from index ``first`` on; return the loss of the newest one."""
         update = self.current
         if first == 0:
-            self._set_pairs_of_losses()
+            # Gradients are centred over the pairs of the update, on all ranks that share a bank.
+            for bank_loss in list_bank_losses(self._loss):
+                num_pairs = sum(update.pairs)
+                if bank_loss.settings.gather_across_devices:
+                    pairs_of_rank = torch.tensor(num_pairs, device=self._args.device)
+                    num_pairs = int(over_ranks("SUM", pairs_of_rank))
+                bank_loss.begin_update(num_pairs)
         for index in range(first, update.num_begun):
             inputs = update.micro_batches[index]
             # With a gradient cache, the batch is one micro-step, with smaller mini-batches.
@@ -179,22 +176,11 @@ class Updates:
             batch_loss = torch.zeros((), device=self._args.device)
             for part_number, (part, share) in enumerate(parts, start=1):
                 is_last_part = is_newest_batch and part_number == len(parts)
-                part_loss = micro_step(model, part, share * batch_weight, is_last_part)
+                weight = share * batch_weight
+                part_loss = self._trainer.micro_step(model, part, weight, is_last_part)
                 update.losses.append((index, part_loss))
                 batch_loss = batch_loss + part_loss
         return batch_loss
-
-    def _set_pairs_of_losses(self) -> None:
-        """Set in each ContAccumLoss its pairs of this update, over which it centres gradients.
-
-        If ranks share a bank, the number counts the pairs of all ranks.
-        """
-        for bank_loss in list_bank_losses(self._loss):
-            num_pairs = sum(self.current.pairs)
-            if bank_loss.settings.gather_across_devices:
-                total = over_ranks("SUM", torch.tensor(num_pairs, device=self._args.device))
-                num_pairs = int(total)
-            bank_loss.begin_update(num_pairs)
 
     def _halve_rows(self, reason: str) -> None:
         """Halve the rows of a micro-step for the rest of the run, after memory has run out."""
@@ -239,23 +225,32 @@ class Updates:
         args.set_micro_batch_size(num_pairs)
         set_mini_batch_size(self._loss, num_pairs)
 
-    def skip_if_nonfinite(
-        self,
-        norm: float,
-        model: nn.Module,
-        optimizer: torch.optim.Optimizer,
-        find_rows: Callable[[list[int]], list[int] | None],
-    ) -> None:
+    @property
+    def _optimizer(self) -> torch.optim.Optimizer:
+        assert self._trainer.optimizer is not None  # transformers has created it by now
+        return self._trainer.optimizer
+
+    @property
+    def _gradient_scale(self) -> float:
+        """The factor by which a gradient scaler (fp16) scales gradients; 1 without a scaler."""
+        scaler = getattr(self._accelerator, "scaler", None)
+        return 1.0 if scaler is None else scaler.get_scale()
+
+    def _drop_gradients(self, model: nn.Module) -> None:
+        model.zero_grad()
+        # Also those of parameters of the loss. accelerate's optimizer.zero_grad() does nothing
+        # between the micro-steps of an update.
+        for group in self._optimizer.param_groups:
+            for parameter in group["params"]:
+                parameter.grad = None
+
+    def skip_if_nonfinite(self, norm: float, model: nn.Module) -> None:
         """Skip the current update if its loss or gradient is infinite or NaN.
 
         Its line in the log names the cause and the rows of the training data. A gradient scaler
         (fp16) multiplies the gradient, so an overflow is normal and not counted: the scaler itself
-        skips the step and lowers its scale.
-
-        Args:
-            norm: norm of the model's gradient over all ranks, after the last micro-step.
-            find_rows: function from indices of micro-batches in the update to their rows in the
-                training data; it returns None if the rows are unknown.
+        skips the step and lowers its scale. ``norm`` is that of the model's gradient over all ranks
+        after the last micro-step.
 
         Raises:
             UserError: if ``max_skipped_updates`` updates were skipped before this one.
@@ -264,7 +259,7 @@ class Updates:
         update.grad_norm = norm
         if math.isfinite(norm):
             return
-        scale = get_gradient_scale(self._accelerator)
+        scale = self._gradient_scale
         micro_batches = sorted({index for index, x in update.losses if not torch.isfinite(x)})
         # Ranks may have different losses, but all ranks skip the update, for the same cause.
         cause = "gradient"
@@ -279,7 +274,7 @@ class Updates:
         if cause == "gradient":
             # All losses are finite, so it is unknown which micro-batch caused the gradient.
             micro_batches = list(range(update.num_begun))
-        rows = find_rows(micro_batches) if micro_batches else []
+        rows = self._trainer.find_rows(micro_batches) if micro_batches else []
         update.log_entries["micro_steps"] = micro_batches
         update.log_entries["rows"] = rows
         self.num_skipped += 1
@@ -306,7 +301,7 @@ class Updates:
         # An optimizer step without gradients changes nothing. A gradient scaler skips the step
         # itself, and needs the gradients to detect the overflow.
         if getattr(self._accelerator, "scaler", None) is None:
-            drop_gradients(model, optimizer)
+            self._drop_gradients(model)
 
     def end_update(self) -> None:
         """Count the current update, and start the next one."""
@@ -340,21 +335,6 @@ def _multiply_by_nan_if_nonfinite(module: nn.Module, arguments: Any, loss: Any) 
     return loss * factor
 
 
-def drop_gradients(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
-    """Drop the gradients of the model, and of the parameters that belong to the loss."""
-    model.zero_grad()
-    # accelerate's optimizer.zero_grad() does nothing between the micro-steps of an update.
-    for group in optimizer.param_groups:
-        for parameter in group["params"]:
-            parameter.grad = None
-
-
-def get_gradient_scale(accelerator: Accelerator) -> float:
-    """Return the factor by which a gradient scaler (fp16) scales gradients; 1 without a scaler."""
-    scaler = getattr(accelerator, "scaler", None)
-    return 1.0 if scaler is None else scaler.get_scale()
-
-
 def split_rows(inputs: Batch, max_rows: int | None) -> list[tuple[Batch, float]]:
     """Split a collated batch into parts of at most ``max_rows`` rows; None for a single part.
 
@@ -370,13 +350,8 @@ def split_rows(inputs: Batch, max_rows: int | None) -> list[tuple[Batch, float]]
             "out of memory, and this batch cannot be split by rows, because its tensors have "
             "different lengths. Lower per_device_train_batch_size"
         )
-    num_parts = math.ceil(num_rows / max_rows)
-    pieces = {key: tensor.tensor_split(num_parts) for key, tensor in tensors.items()}
     parts = []
-    for index in range(num_parts):
-        part = dict(inputs)
-        for key, tensor_pieces in pieces.items():
-            part[key] = tensor_pieces[index]
-        any_tensor = next(iter(pieces.values()))[index]
-        parts.append((part, len(any_tensor) / num_rows))
+    for rows in torch.arange(num_rows).tensor_split(math.ceil(num_rows / max_rows)):
+        part = {key: tensor[rows[0] : rows[-1] + 1] for key, tensor in tensors.items()}
+        parts.append(({**inputs, **part}, len(rows) / num_rows))
     return parts
