@@ -47,22 +47,23 @@ def set_column_roles(
     both settings are made separately for each data set.
     """
     roles_by_set: dict[Any, dict[str, str]] = {}
-    prompts_by_set: dict[Any, dict[str, str]] = {}
     common_roles: dict[str, str] = {}
-    common_prompts: dict[str, str] = {}
-    for name, column_names in columns.items():
-        roles = dict.fromkeys(column_names, "document") | {column_names[0]: "query"}
-        prompts = {column: get_prompt(model, role) for column, role in roles.items()}
-        roles_by_set[name] = roles
-        prompts_by_set[name] = {column: prompt for column, prompt in prompts.items() if prompt}
-        common_roles |= roles
-        common_prompts |= prompts_by_set[name]
+    for name, (query_column, *document_columns) in columns.items():
+        roles_by_set[name] = {query_column: "query", **dict.fromkeys(document_columns, "document")}
+        common_roles |= roles_by_set[name]
     # Where the roles of a column differ, a later set has overwritten the role of an earlier set.
     roles_agree = all(roles.items() <= common_roles.items() for roles in roles_by_set.values())
+
+    def list_prompts(roles: dict[str, str]) -> dict[str, str]:
+        prompts = {column: get_prompt(model, role) for column, role in roles.items()}
+        return {column: prompt for column, prompt in prompts.items() if prompt}
+
     if not args.router_mapping:
         args.router_mapping = common_roles if roles_agree else roles_by_set
-    if args.prompts is None:
-        args.prompts = (common_prompts or None) if roles_agree else prompts_by_set
+    if args.prompts is None and roles_agree:
+        args.prompts = list_prompts(common_roles) or None
+    elif args.prompts is None:
+        args.prompts = {name: list_prompts(roles) for name, roles in roles_by_set.items()}
 
 
 def check_columns(args: ContAccumTrainingArguments, loss: nn.Module, columns: Columns) -> int:

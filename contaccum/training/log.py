@@ -89,13 +89,7 @@ _SYMPTOM_UPDATES = {"spread": 3, "bank": 3, "masked": 1}
 
 
 class CollapseWatch:
-    """Detector of collapses, which returns one warning for each kind.
-
-    - Spread: all embeddings are nearly the same.
-    - Bank: banked columns from earlier updates get almost none of the softmax mass that columns of
-      the current update get. The loss then only separates new embeddings from old ones.
-    - Masked: every negative of a micro-batch is masked as a false negative.
-    """
+    """Detector of collapses, which returns one warning for each kind."""
 
     def __init__(self) -> None:
         self._streaks = dict.fromkeys(_SYMPTOM_UPDATES, 0)  # updates in a row with the symptom
@@ -112,6 +106,7 @@ class CollapseWatch:
                 "collapse: all passages of a micro-batch have nearly the same embedding (spread "
                 f"{spread:.1e}). {remedy}"
             )
+        # With little aged mass, the loss only separates new embeddings from old ones.
         aged_mass = record.get("bank_mass_aged", math.inf)
         if aged_mass < _MIN_AGED_MASS:
             symptoms["bank"] = (

@@ -11,22 +11,22 @@ import dataclasses
 import heapq
 import itertools
 from collections import defaultdict
-from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import psutil
 import torch
 from accelerate.utils.memory import clear_device_cache
 from sentence_transformers.base.losses.gradcache import uses_gradient_cache
-from torch import Tensor, nn
 
 from contaccum.data.sampling import first_texts
 from contaccum.distributed import over_ranks
 from contaccum.errors import ConfigError, UserError, is_out_of_memory
-from contaccum.training.arguments import ContAccumTrainingArguments
 from contaccum.training.losses import list_bank_losses, unwrap_matryoshka
+
+if TYPE_CHECKING:
+    from contaccum.training.trainer import ContAccumTrainer
 
 Row = dict[str, Any]
 """A row of a training set: texts by column, and a label if the set has labels."""
@@ -41,14 +41,7 @@ _MAX_SHARE_OF_FREE_MEMORY = 0.8  # share of a host's free memory that a trial ma
 _BYTES_PER_MB = 2**20
 
 
-def find_micro_batch(
-    args: ContAccumTrainingArguments,
-    model: nn.Module,
-    loss: Any,
-    dataset: Any,
-    smallest: int,
-    compute_loss: Callable[[Any, list[Row]], Tensor],
-) -> int:
+def find_micro_batch(trainer: ContAccumTrainer) -> int:
     """Return the pairs of the largest micro-batch that fits into the memory of every rank.
 
     The divisors of the pairs per update are tried with the longest texts of the data. On a GPU, the
@@ -57,17 +50,15 @@ def find_micro_batch(
     size is not tried if it may need too much, in proportion to the size before. The search changes
     random states, but neither weights nor bank.
 
-    Args:
-        smallest: the smallest number of pairs with which every query has a negative.
-        compute_loss: function that returns the value of a loss for rows of the data.
-
     Raises:
         ConfigError: if an update has fewer pairs than the smallest micro-batch.
         UserError: if the smallest micro-batch does not fit.
     """
-    model.train()  # with dropout and gradient checkpointing, as in training
+    args = trainer.args
+    smallest = trainer.updates.smallest
+    trainer.model.train()  # with dropout and gradient checkpointing, as in training
     num_pairs = args.per_device_train_batch_size * args.gradient_accumulation_steps
-    rows = make_longest_rows(dataset, num_pairs)
+    rows = make_longest_rows(trainer.train_dataset, num_pairs)
     sizes = [size for size in range(smallest, num_pairs + 1) if num_pairs % size == 0]
     if not sizes:
         raise ConfigError(
@@ -82,17 +73,15 @@ def find_micro_batch(
     reset_peak_memory(args.device)
     memory_before = peak_memory_mb(args.device)
     for size in sizes if is_host else reversed(sizes):
-        if largest and is_host:
-            predicted_memory = memory_of_largest * size / largest
-            if predicted_memory > _MAX_SHARE_OF_FREE_MEMORY * free_memory:
-                break
+        predicted_memory = memory_of_largest * size / max(largest, 1)
+        if is_host and predicted_memory > _MAX_SHARE_OF_FREE_MEMORY * free_memory:
+            break
         reset_peak_memory(args.device)
         # A gradient cache gets all pairs in one batch, and encodes ``size`` of them at once.
-        batch = rows if uses_gradient_cache(loss) else rows[:size]
-        fits = False
+        has_cache = uses_gradient_cache(unwrap_matryoshka(trainer.loss))
+        batch = rows if has_cache else rows[:size]
         try:
-            try_micro_batch(size, model, loss, batch, compute_loss)
-            fits = True
+            try_micro_batch(size, batch, trainer)
             largest = size
             memory_of_largest = peak_memory_mb(args.device) - memory_before
         except Exception as error:
@@ -101,7 +90,7 @@ def find_micro_batch(
         # Not in the handler, where the error still refers to the activations.
         clear_device_cache(garbage_collection=True)
         # A GPU takes the first size that fits. On a CPU, larger ones do not fit either.
-        if fits != is_host:
+        if (largest == size) != is_host:
             break
     largest = int(over_ranks("MIN", torch.tensor(largest, device=args.device)))
     if not largest:
@@ -114,20 +103,15 @@ def is_host_memory(device: torch.device) -> bool:
     return device.type == "cpu"
 
 
-def try_micro_batch(
-    size: int,
-    model: nn.Module,
-    loss: Any,
-    rows: list[Row],
-    compute_loss: Callable[[Any, list[Row]], Tensor],
-) -> None:
+def try_micro_batch(size: int, rows: list[Row], trainer: ContAccumTrainer) -> None:
     """Run two micro-steps with a copy of the loss, to see whether they fit into memory.
 
     Tensors of the size of AdamW's two states are in memory meanwhile, and in the second micro-step
     also gradients and a filled bank.
     """
+    model = trainer.model
     # The memo makes deepcopy use the same model instead of a copy.
-    trial_loss = copy.deepcopy(loss, memo={id(model): model})
+    trial_loss = copy.deepcopy(trainer.loss, memo={id(model): model})
     for module in list_bank_losses(trial_loss):
         # Ranks may run out of memory at different sizes, so a trial must not wait for other ranks
         # to gather their embeddings.
@@ -139,7 +123,11 @@ def try_micro_batch(
             optimizer_states += [torch.zeros_like(parameter), torch.zeros_like(parameter)]
     try:
         for _ in range(2):
-            compute_loss(trial_loss, rows).backward()
+            # Private: it moves the inputs to the device as a training step does.
+            inputs = trainer._prepare_inputs(trainer.data_collator(rows))
+            with trainer.accelerator.autocast():
+                loss = trial_loss(*trainer.collect_features(inputs))
+            loss.backward()
     finally:
         model.zero_grad()
 

@@ -18,7 +18,6 @@ from __future__ import annotations
 
 import copy
 import logging
-import math
 import random
 import shutil
 import sys
@@ -61,26 +60,14 @@ from contaccum.merging import merge_models
 from contaccum.redaction import redact
 from contaccum.retrieval.encode import hash_tensors, tokenisation_fingerprint
 from contaccum.settings import Settings, find, replace
-from contaccum.training import (
-    checkpoint,
-    engines,
-    log,
-    losses,
-    micro_batch,
-    passage_store,
-)
+from contaccum.training import checkpoint, engines, log, losses, micro_batch, passage_store
 from contaccum.training.arguments import ContAccumTrainingArguments, get_name
 from contaccum.training.checkpoint import TRAINING
 from contaccum.training.columns import check_columns, get_text_columns, set_column_roles
 from contaccum.training.losses import Batch
-from contaccum.training.micro_batch import MEMORY_REMEDIES, Row
+from contaccum.training.micro_batch import MEMORY_REMEDIES
 from contaccum.training.rates import ListedRates, RatesByClock
-from contaccum.training.setup import (
-    load_encoder,
-    load_model,
-    load_run_data,
-    make_second_stage,
-)
+from contaccum.training.setup import load_encoder, load_model, load_run_data, make_second_stage
 from contaccum.training.unused_parameters import (
     disable_unused_parameter_search,
     freeze_unused_parameters,
@@ -291,14 +278,7 @@ class ContAccumTrainer(SentenceTransformerTrainer):
         if self.args.has_auto_micro_batch:
             # Only now: gradient checkpointing is on, and transformers has not read the batch size.
             with keep_random_states():
-                num_pairs = micro_batch.find_micro_batch(
-                    self.args,
-                    self.model,
-                    self.loss,
-                    self.train_dataset,
-                    self.updates.smallest,
-                    self._try_rows,
-                )
+                num_pairs = micro_batch.find_micro_batch(self)
             self.updates.set_micro_batch_size(num_pairs)
             logger.info(f"micro-batches of {num_pairs} pairs, the most that memory allows")
         # transformers reads both settings when it makes the loader, so they are replaced meanwhile.
@@ -319,11 +299,6 @@ class ContAccumTrainer(SentenceTransformerTrainer):
         while hasattr(self.batch_sampler, "batch_sampler"):  # without accelerate's wrappers
             self.batch_sampler = self.batch_sampler.batch_sampler
         return loader
-
-    def _try_rows(self, loss: nn.Module, rows: list[Row]) -> Tensor:
-        inputs = self._prepare_inputs(self.data_collator(rows))
-        with self.accelerator.autocast():
-            return loss(*self.collect_features(inputs))
 
     def _init_training_state(self, *args: Any, **kwargs: Any) -> tuple[int, int]:
         # Private: the only place where a resumed run gets its epoch and the micro-batches to skip
@@ -427,32 +402,6 @@ class ContAccumTrainer(SentenceTransformerTrainer):
         if norm is not None:
             self.updates.skip_if_nonfinite(float(norm), model)
         return norm
-
-    def find_rows(self, micro_batches: list[int]) -> list[int] | None:
-        """Return the rows of the training data in some micro-batches of the update on this rank.
-
-        The sampler computes the batches of the current epoch again. This is possible only if they
-        depend on nothing but seed and epoch; otherwise the result is None.
-        """
-        args = self.args
-        has_resumable_sampler = get_name(args.batch_sampler) in RESUMABLE_SAMPLERS
-        has_custom_order = callable(args.multi_dataset_batch_sampler)
-        if not has_resumable_sampler or has_custom_order:
-            return None
-        num_steps = args.gradient_accumulation_steps
-        updates_per_epoch = max(math.ceil(len(self._train_dataloader) / num_steps), 1)
-        first_of_update = self.state.global_step % updates_per_epoch * num_steps
-        # The ranks take the batches of the sampler in turn.
-        positions = {
-            (first_of_update + index) * args.world_size + args.process_index
-            for index in micro_batches
-        }
-        rows: list[int] = []
-        # islice stops the sampler after the last batch that is needed.
-        for position, batch in enumerate(islice(self.batch_sampler, max(positions) + 1)):
-            if position in positions:
-                rows += batch
-        return rows
 
     def evaluate(
         self,

@@ -12,6 +12,7 @@ import logging
 import math
 import time
 from dataclasses import dataclass, field
+from itertools import islice
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -19,10 +20,12 @@ from accelerate.utils.memory import clear_device_cache
 from sentence_transformers.base.losses.gradcache import uses_gradient_cache
 from torch import Tensor, nn
 
+from contaccum.data.samplers import RESUMABLE_SAMPLERS
 from contaccum.distributed import over_ranks, rank, world_size
 from contaccum.encoders.grad_norms import TowerGradNorms
 from contaccum.errors import UserError, is_out_of_memory
 from contaccum.losses.text_ids import count_texts
+from contaccum.training.arguments import get_name
 from contaccum.training.engines import describe_engine
 from contaccum.training.losses import Batch, list_bank_losses, unwrap_matryoshka
 from contaccum.training.micro_batch import (
@@ -274,7 +277,7 @@ class Updates:
         if cause == "gradient":
             # All losses are finite, so it is unknown which micro-batch caused the gradient.
             micro_batches = list(range(update.num_begun))
-        rows = self._trainer.find_rows(micro_batches) if micro_batches else []
+        rows = self._find_rows(micro_batches) if micro_batches else []
         update.log_entries["micro_steps"] = micro_batches
         update.log_entries["rows"] = rows
         self.num_skipped += 1
@@ -302,6 +305,28 @@ class Updates:
         # itself, and needs the gradients to detect the overflow.
         if getattr(self._accelerator, "scaler", None) is None:
             self._drop_gradients(model)
+
+    def _find_rows(self, micro_batches: list[int]) -> list[int] | None:
+        """Return the rows of the training data in some micro-batches of the update on this rank.
+
+        The sampler computes the batches of the current epoch again. This is possible only if they
+        depend on nothing but seed and epoch; otherwise the result is None.
+        """
+        args = self._args
+        has_resumable_sampler = get_name(args.batch_sampler) in RESUMABLE_SAMPLERS
+        if not has_resumable_sampler or callable(args.multi_dataset_batch_sampler):
+            return None
+        num_steps = args.gradient_accumulation_steps
+        updates_per_epoch = max(math.ceil(len(self._trainer._train_dataloader) / num_steps), 1)
+        first_of_update = (self.current.number - 1) % updates_per_epoch * num_steps
+        # The ranks take the batches of the sampler in turn.
+        positions = {
+            (first_of_update + index) * args.world_size + args.process_index
+            for index in micro_batches
+        }
+        # islice stops the sampler after the last batch that is needed.
+        batches = islice(self._trainer.batch_sampler, max(positions) + 1)
+        return [row for index, batch in enumerate(batches) if index in positions for row in batch]
 
     def end_update(self) -> None:
         """Count the current update, and start the next one."""
