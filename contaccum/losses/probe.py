@@ -118,9 +118,7 @@ class EncoderProbe:
         columns = [copy_first_texts(column, pairs_per_rank) or {} for column in features[:2]]
         parts = [columns]
         if num_ranks > 1:
-            queries_of_ranks, passages_of_ranks = map(gather_states, columns)
-            pairs_of_ranks = zip(queries_of_ranks, passages_of_ranks, strict=True)
-            parts = [list(part) for part in pairs_of_ranks]
+            parts = [list(part) for part in zip(*map(gather_states, columns), strict=True)]
         if all(queries and passages for queries, passages in parts):
             return parts
         return None

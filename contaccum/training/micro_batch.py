@@ -13,20 +13,18 @@ import itertools
 from collections import defaultdict
 from contextlib import suppress
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import psutil
 import torch
 from accelerate.utils.memory import clear_device_cache
+from sentence_transformers import SentenceTransformerTrainer
 from sentence_transformers.base.losses.gradcache import uses_gradient_cache
 
 from contaccum.data.sampling import first_texts
 from contaccum.distributed import over_ranks
 from contaccum.errors import ConfigError, UserError, is_out_of_memory
 from contaccum.training.losses import list_bank_losses, unwrap_matryoshka
-
-if TYPE_CHECKING:
-    from contaccum.training.trainer import ContAccumTrainer
 
 Row = dict[str, Any]
 """A row of a training set: texts by column, and a label if the set has labels."""
@@ -41,13 +39,14 @@ _MAX_SHARE_OF_FREE_MEMORY = 0.8  # share of a host's free memory that a trial ma
 _BYTES_PER_MB = 2**20
 
 
-def find_micro_batch(trainer: ContAccumTrainer) -> int:
+def find_micro_batch(trainer: SentenceTransformerTrainer, smallest: int) -> int:
     """Return the pairs of the largest micro-batch that fits into the memory of every rank.
 
     The divisors of the pairs per update are tried with the longest texts of the data. On a GPU, the
     largest comes first, because small ones take longest with a gradient cache. On a CPU, the
     operating system would kill the process when memory runs out. So the smallest comes first, and a
-    size is not tried if it may need too much, in proportion to the size before. The search changes
+    size is not tried if it may need too much, in proportion to the size before. With ``smallest``
+    pairs and more, every query has a negative. The search changes
     random states, but neither weights nor bank.
 
     Raises:
@@ -55,7 +54,6 @@ def find_micro_batch(trainer: ContAccumTrainer) -> int:
         UserError: if the smallest micro-batch does not fit.
     """
     args = trainer.args
-    smallest = trainer.updates.smallest
     trainer.model.train()  # with dropout and gradient checkpointing, as in training
     num_pairs = args.per_device_train_batch_size * args.gradient_accumulation_steps
     rows = make_longest_rows(trainer.train_dataset, num_pairs)
@@ -103,7 +101,7 @@ def is_host_memory(device: torch.device) -> bool:
     return device.type == "cpu"
 
 
-def try_micro_batch(size: int, rows: list[Row], trainer: ContAccumTrainer) -> None:
+def try_micro_batch(size: int, rows: list[Row], trainer: SentenceTransformerTrainer) -> None:
     """Run two micro-steps with a copy of the loss, to see whether they fit into memory.
 
     Tensors of the size of AdamW's two states are in memory meanwhile, and in the second micro-step
@@ -111,7 +109,7 @@ def try_micro_batch(size: int, rows: list[Row], trainer: ContAccumTrainer) -> No
     """
     model = trainer.model
     # The memo makes deepcopy use the same model instead of a copy.
-    trial_loss = copy.deepcopy(trainer.loss, memo={id(model): model})
+    trial_loss: Any = copy.deepcopy(trainer.loss, memo={id(model): model})
     for module in list_bank_losses(trial_loss):
         # Ranks may run out of memory at different sizes, so a trial must not wait for other ranks
         # to gather their embeddings.

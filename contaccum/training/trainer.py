@@ -188,7 +188,7 @@ class ContAccumTrainer(SentenceTransformerTrainer):
         if documents is not None and isinstance(self.evaluator, RetrievalEvaluator):
             # The document tower is frozen, so its embeddings are read from the store.
             self.evaluator.documents = documents
-        self.updates = Updates(self, smallest_micro_batch)
+        self.updates = Updates(self, self.args, self.loss, smallest_micro_batch)
         # At the front of the list: UpdateLogCallback must add the measurements of an update before
         # the callbacks of transformers print them and send them to trackers.
         update_log = log.UpdateLogCallback(
@@ -278,7 +278,7 @@ class ContAccumTrainer(SentenceTransformerTrainer):
         if self.args.has_auto_micro_batch:
             # Only now: gradient checkpointing is on, and transformers has not read the batch size.
             with keep_random_states():
-                num_pairs = micro_batch.find_micro_batch(self)
+                num_pairs = micro_batch.find_micro_batch(self, self.updates.smallest)
             self.updates.set_micro_batch_size(num_pairs)
             logger.info(f"micro-batches of {num_pairs} pairs, the most that memory allows")
         # transformers reads both settings when it makes the loader, so they are replaced meanwhile.
@@ -363,7 +363,7 @@ class ContAccumTrainer(SentenceTransformerTrainer):
         self, model: nn.Module, inputs: Batch, num_items_in_batch: Any = None
     ) -> Tensor:
         """Run forward and backward for a micro-batch; return its loss for the log."""
-        return self.updates.run_micro_batch(model)
+        return self.updates.run_micro_batch(model, self.micro_step)
 
     def micro_step(
         self, model: nn.Module, inputs: Batch, weight: float, is_last_part: bool
@@ -372,11 +372,9 @@ class ContAccumTrainer(SentenceTransformerTrainer):
 
         Args:
             inputs: the collated micro-batch, or a part of its rows.
-            weight: the fraction of the update's pairs that ``inputs`` holds. The sum of the
-                weighted losses over an update is the update's loss.
-            is_last_part: whether this is the last part of the newest micro-batch. Ranks must not
-                reduce their gradients in any other part; in this one they do so if transformers
-                lets them, in the last micro-batch of an update.
+            weight: the fraction of the update's pairs that ``inputs`` holds.
+            is_last_part: True for the last part of the newest micro-batch. Ranks reduce their
+                gradients in no other part, and in this one if it ends the update.
         """
         num_steps = self.current_gradient_accumulation_steps
         # transformers divides the loss by this number, so this multiplies the loss by ``weight``.

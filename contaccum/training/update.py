@@ -11,12 +11,14 @@ from __future__ import annotations
 import logging
 import math
 import time
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from itertools import islice
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from accelerate.utils.memory import clear_device_cache
+from sentence_transformers import SentenceTransformerTrainer
 from sentence_transformers.base.losses.gradcache import uses_gradient_cache
 from torch import Tensor, nn
 
@@ -25,7 +27,7 @@ from contaccum.distributed import over_ranks, rank, world_size
 from contaccum.encoders.grad_norms import TowerGradNorms
 from contaccum.errors import UserError, is_out_of_memory
 from contaccum.losses.text_ids import count_texts
-from contaccum.training.arguments import get_name
+from contaccum.training.arguments import ContAccumTrainingArguments, get_name
 from contaccum.training.engines import describe_engine
 from contaccum.training.losses import Batch, list_bank_losses, unwrap_matryoshka
 from contaccum.training.micro_batch import (
@@ -33,9 +35,6 @@ from contaccum.training.micro_batch import (
     find_largest_divisor,
     set_mini_batch_size,
 )
-
-if TYPE_CHECKING:
-    from contaccum.training.trainer import ContAccumTrainer
 
 logger = logging.getLogger(__name__)
 
@@ -53,6 +52,8 @@ REMEDY_WITHOUT_NEGATIVES = (
 
 _MAX_REASON_LENGTH = 160  # characters of an out-of-memory error that are shown
 _MAX_ROWS_SHOWN = 16  # row numbers in a message
+
+MicroStep = Callable[[nn.Module, Batch, float, bool], Tensor]  # `ContAccumTrainer.micro_step`
 
 
 @dataclass
@@ -88,19 +89,25 @@ class Updates:
         num_skipped: number of updates that were skipped, because they were not finite.
     """
 
-    def __init__(self, trainer: ContAccumTrainer, smallest: int) -> None:
+    def __init__(
+        self,
+        trainer: SentenceTransformerTrainer,
+        args: ContAccumTrainingArguments,
+        loss: nn.Module,
+        smallest: int,
+    ) -> None:
         self.smallest = smallest
         self.current = Update(1, time.perf_counter())
         self.max_rows: int | None = None
         self.num_trained = 0
         self.num_skipped = 0
         self._trainer = trainer
-        self._args = trainer.args
-        self._loss = trainer.loss
-        self._has_cache = uses_gradient_cache(unwrap_matryoshka(trainer.loss))
+        self._args = args
+        self._loss = loss
+        self._has_cache = uses_gradient_cache(unwrap_matryoshka(loss))
         self._accelerator = trainer.accelerator
         self._tower_norms: TowerGradNorms | None = None
-        trainer.loss.register_forward_hook(_multiply_by_nan_if_nonfinite)
+        loss.register_forward_hook(_multiply_by_nan_if_nonfinite)
 
     def set_micro_batches(self, micro_batches: list[Batch]) -> None:
         """Set all micro-batches of the current update, before it is trained."""
@@ -109,7 +116,7 @@ class Updates:
             columns, _ = self._trainer.collect_features(inputs)
             self.current.pairs.append(count_texts(columns[0]) or 0)
 
-    def run_micro_batch(self, model: nn.Module) -> Tensor:
+    def run_micro_batch(self, model: nn.Module, micro_step: MicroStep) -> Tensor:
         """Run forward and backward for the next micro-batch of the current update.
 
         When memory runs out, the rows of a micro-step (with a gradient cache: of a mini-batch) are
@@ -132,7 +139,7 @@ class Updates:
                 has_full_gradients = describe_engine(self._accelerator) is None
                 self._tower_norms = TowerGradNorms(encoder, model, has_full_gradients)
             try:
-                loss = self._run_micro_steps(model, first)
+                loss = self._run_micro_steps(model, micro_step, first)
                 break
             except Exception as error:
                 if not is_out_of_memory(error):
@@ -154,7 +161,7 @@ class Updates:
             update.grad_norms = self._tower_norms.read(self._gradient_scale)
         return loss
 
-    def _run_micro_steps(self, model: nn.Module, first: int) -> Tensor:
+    def _run_micro_steps(self, model: nn.Module, micro_step: MicroStep, first: int) -> Tensor:
         """Train all micro-batches from index ``first`` on; return the loss of the newest one."""
         update = self.current
         if first == 0:
@@ -180,7 +187,7 @@ class Updates:
             for part_number, (part, share) in enumerate(parts, start=1):
                 is_last_part = is_newest_batch and part_number == len(parts)
                 weight = share * batch_weight
-                part_loss = self._trainer.micro_step(model, part, weight, is_last_part)
+                part_loss = micro_step(model, part, weight, is_last_part)
                 update.losses.append((index, part_loss))
                 batch_loss = batch_loss + part_loss
         return batch_loss
@@ -324,8 +331,11 @@ class Updates:
             (first_of_update + index) * args.world_size + args.process_index
             for index in micro_batches
         }
+        sampler: Any = self._trainer._train_dataloader
+        while hasattr(sampler, "batch_sampler"):  # without accelerate's wrappers
+            sampler = sampler.batch_sampler
         # islice stops the sampler after the last batch that is needed.
-        batches = islice(self._trainer.batch_sampler, max(positions) + 1)
+        batches = islice(sampler, max(positions) + 1)
         return [row for index, batch in enumerate(batches) if index in positions for row in batch]
 
     def end_update(self) -> None:

@@ -288,11 +288,8 @@ def test_a_collapse_gives_one_warning_in_its_third_update():
 
 def list_files(folder: Path, suffixes: tuple[str, ...] = ()) -> list[Path]:
     """Return the files in a folder and its subfolders; with suffixes, only those that have one."""
-    files = []
-    for path in folder.rglob("*"):
-        if path.is_file() and (not suffixes or path.suffix in suffixes):
-            files.append(path)
-    return files
+    files = [path for path in folder.rglob("*") if path.is_file()]
+    return [path for path in files if not suffixes or path.suffix in suffixes]
 
 
 def replace_hub(monkeypatch: pytest.MonkeyPatch, private_text: str) -> list[set[str]]:

@@ -139,15 +139,18 @@ def test_the_bank_gets_every_pair_and_a_resumed_run_keeps_the_smaller_micro_batc
     assert trainer.loss.info_nce.bank.total_enqueued == 36 + 4
 
 
-def test_a_gradient_cache_encodes_fewer_rows_and_its_update_stays_the_same(tmp_path):
+def test_a_gradient_cache_encodes_fewer_rows_also_when_resumed_and_updates_stay_the_same(tmp_path):
     weights = []
     for name, calls in (("fits", set()), ("runs out", {1})):
-        trainer = make_trainer(tmp_path / name, method="grad_cache")
+        trainer = make_trainer(tmp_path / name, method="grad_cache", **SAVE_EVERY_UPDATE)
         simulate_out_of_memory(trainer, "passages", calls, max_rows=2)
         trainer.train()
         weights.append(get_weights(trainer))
     assert trainer.loss.mini_batch_size == 2
     assert (weights[0] - weights[1]).abs().max() < 1e-6
+    resumed = make_trainer(tmp_path / "resumed", method="grad_cache")
+    resumed.train(resume_from_checkpoint=str(tmp_path / "runs out" / "checkpoint-2"))
+    assert resumed.loss.mini_batch_size == resumed.updates.max_rows == 2
 
 
 def test_a_cached_loss_of_the_user_halves_its_own_mini_batches(tmp_path, caplog):
@@ -166,15 +169,6 @@ def test_a_cached_loss_of_the_user_halves_its_own_mini_batches(tmp_path, caplog)
         trainer.train()
     assert "out of memory at a micro-batch of 4" in caplog.text
     assert loss.mini_batch_size == 2
-
-
-def test_a_resumed_run_with_a_gradient_cache_keeps_its_limit(tmp_path):
-    trainer = make_trainer(tmp_path, method="grad_cache", **SAVE_EVERY_UPDATE)
-    simulate_out_of_memory(trainer, "passages", {1}, max_rows=2)
-    trainer.train()
-    resumed = make_trainer(tmp_path, method="grad_cache", **SAVE_EVERY_UPDATE)
-    resumed.train(resume_from_checkpoint=str(tmp_path / "checkpoint-2"))
-    assert resumed.loss.mini_batch_size == resumed.updates.max_rows == 2
 
 
 def test_if_the_smallest_micro_batch_does_not_fit_the_error_names_remedies(tmp_path):
