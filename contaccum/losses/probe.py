@@ -87,25 +87,23 @@ class EncoderProbe:
                 # Texts could not be separated, or the first calls got only embeddings: stay off.
                 return False
             self.parts = []
-        was_complete = _count_pairs(self.parts) >= PROBE_PAIRS
-        if not was_complete:
+        num_pairs = 0 if clock is None else clock.num_pairs
+        if _count_pairs(self.parts) < PROBE_PAIRS:
             new_parts = self._collect(features, PROBE_PAIRS - _count_pairs(self.parts))
             if new_parts is None:
                 self.parts = None
                 return False
             self.parts += new_parts
-            if _count_pairs(self.parts) < PROBE_PAIRS:
-                return False
-        num_pairs = 0 if clock is None else clock.num_pairs
-        if was_complete:
-            is_at_update_start = clock is not None and clock.is_at_update_start
+            is_due = _count_pairs(self.parts) >= PROBE_PAIRS
+        else:
             num_new_pairs = num_pairs - self._pairs_at_last_probe
-            if not is_at_update_start or num_new_pairs < MIN_PAIRS_BETWEEN_PROBES:
-                return False
-        self._pairs_at_last_probe = num_pairs
-        self._embeddings = self.encode(features)
-        self._is_inside_matryoshka = is_inside_matryoshka
-        return True
+            is_at_update_start = clock is not None and clock.is_at_update_start
+            is_due = is_at_update_start and num_new_pairs >= MIN_PAIRS_BETWEEN_PROBES
+        if is_due:
+            self._pairs_at_last_probe = num_pairs
+            self._embeddings = self.encode(features)
+            self._is_inside_matryoshka = is_inside_matryoshka
+        return is_due
 
     def _collect(
         self, features: list[dict[str, Any]], num_missing: int
@@ -120,22 +118,16 @@ class EncoderProbe:
         columns = [copy_first_texts(column, pairs_per_rank) or {} for column in features[:2]]
         parts = [columns]
         if num_ranks > 1:
-            queries_of_ranks, passages_of_ranks = map(gather_states, columns)
-            pairs_of_ranks = zip(queries_of_ranks, passages_of_ranks, strict=True)
-            parts = [list(part) for part in pairs_of_ranks]
+            parts = [list(part) for part in zip(*map(gather_states, columns), strict=True)]
         if all(queries and passages for queries, passages in parts):
             return parts
         return None
 
     def encode(self, features: list[dict[str, Any]]) -> list[Tensor]:
-        """Encode this rank's parts of the probe.
+        """Return the embeddings of the queries and passages of this rank's S pairs, (S, d) each.
 
-        The model is in eval mode, so no dropout changes the random state of the training. All ranks
-        that share a bank must call this method together.
-
-        Returns:
-            The embeddings of the queries and of the passages of this rank's S pairs, (S, d) each. S
-            differs between ranks and may be 0.
+        S differs between ranks and may be 0. All ranks that share a bank must call this method
+        together. There is no dropout, so the random state of the training stays the same.
         """
         assert self.parts is not None
         num_ranks, rank_index = (world_size(), rank()) if self.gathers else (1, 0)
@@ -169,14 +161,13 @@ class EncoderProbe:
 
     def pass_to_loss(self, loss_fn: BankedInfoNCE, dim: int) -> None:
         """Pass the probe's last embeddings to the loss for an embedding size, if there are any."""
-        if self._embeddings is None:
-            return
         embeddings = self._embeddings
-        if self._is_inside_matryoshka:
+        if embeddings is not None and self._is_inside_matryoshka:
             # MatryoshkaLoss cuts the embeddings of the columns in the same way; `shrink` also
             # normalises them.
             embeddings = [shrink(x, dim) for x in embeddings]  # (S, dim)
-        loss_fn.observe_probe(*embeddings)
+        if embeddings is not None:
+            loss_fn.observe_probe(*embeddings)
 
     def state_dict(self) -> dict[str, Tensor]:
         """Return the texts, and the number of training pairs when they were last encoded.
@@ -194,8 +185,7 @@ class EncoderProbe:
     def load_state_dict(self, state: dict[str, Tensor]) -> dict[str, Tensor]:
         """Restore the probe from the state of a loss, and return the other entries of the state."""
         remaining = dict(state)
-        pairs_at_last_probe = remaining.pop(_PAIRS_KEY, 0)
-        self._pairs_at_last_probe = int(pairs_at_last_probe)
+        self._pairs_at_last_probe = int(remaining.pop(_PAIRS_KEY, 0))
         self._embeddings = None
         parts: dict[int, list[dict[str, Tensor]]] = {}
         for key in state:

@@ -188,10 +188,7 @@ class QuerySideCollator(SentenceTransformerDataCollator):
     def of_dataset(
         cls, model: SentenceTransformer, documents: StoreDocuments, dataset: Any
     ) -> QuerySideCollator:
-        """Make the collator for a data set whose first two columns are queries and positives.
-
-        The columns of a streamed data set must be known (``dataset.column_names``).
-        """
+        """Make the collator for a data set whose first two columns are queries and positives."""
         text_columns = [name for name in dataset.column_names if name not in LABELS]
         query_column = text_columns[0]
         prompt = get_prompt(model, "query")
@@ -239,10 +236,6 @@ def collect_positives(documents: StoreDocuments, datasets: Sequence[Any]) -> Pos
     # Hashes of query and positive of every pair; `concatenate` refuses an empty list.
     hashes = [np.empty((0, 2), dtype=np.int64)]
     for dataset in datasets:
-        if not hasattr(dataset, "__len__"):
-            # A streamed data set can be read only once. The other positives of its queries are not
-            # excluded, and count as negatives.
-            continue
         rows = iterate_pairs(dataset)
         while chunk := list(islice(rows, _ROWS_PER_CHUNK)):
             # A row may be trained with another of its positives in each epoch: all are included.

@@ -11,7 +11,6 @@ checkpoints. A run resumes from a checkpoint of another run only if the user nam
 from __future__ import annotations
 
 import logging
-import math
 import os
 import re
 import shutil
@@ -208,16 +207,3 @@ def choose_checkpoint(
         f"{folder}: no complete checkpoint to resume from. Set resume_from_checkpoint to the "
         "folder of one, or drop it to start a new run"
     )
-
-
-def compute_stream_position(
-    epoch: float, max_steps: int, batches_per_update: int
-) -> tuple[int, int]:
-    """Return the position in a stream: complete passes, and micro-batches of the next pass."""
-    # For a stream, transformers starts a new epoch at each pass, and counts an update as
-    # 1 / max_steps of an epoch. With max_steps=100, epoch 2.07 means: two complete passes, and
-    # 7 updates of the third. Epoch 1.0 means: no complete pass, and all 100 updates of the first,
-    # because a checkpoint is saved after an update, never at the start of a pass.
-    num_passes = max(math.ceil(epoch) - 1, 0)
-    num_updates = round((epoch - num_passes) * max_steps)
-    return num_passes, num_updates * batches_per_update

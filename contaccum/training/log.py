@@ -89,13 +89,7 @@ _SYMPTOM_UPDATES = {"spread": 3, "bank": 3, "masked": 1}
 
 
 class CollapseWatch:
-    """Detector of collapses, which returns one warning for each kind.
-
-    - Spread: all embeddings are nearly the same.
-    - Bank: banked columns from earlier updates get almost none of the softmax mass that columns of
-      the current update get. The loss then only separates new embeddings from old ones.
-    - Masked: every negative of a micro-batch is masked as a false negative.
-    """
+    """Detector of collapses, which returns one warning for each kind."""
 
     def __init__(self) -> None:
         self._streaks = dict.fromkeys(_SYMPTOM_UPDATES, 0)  # updates in a row with the symptom
@@ -112,6 +106,7 @@ class CollapseWatch:
                 "collapse: all passages of a micro-batch have nearly the same embedding (spread "
                 f"{spread:.1e}). {remedy}"
             )
+        # With little aged mass, the loss only separates new embeddings from old ones.
         aged_mass = record.get("bank_mass_aged", math.inf)
         if aged_mass < _MIN_AGED_MASS:
             symptoms["bank"] = (
@@ -174,9 +169,8 @@ class UpdateLogCallback(TrainerCallback):
         update = self._updates.current
         num_pairs = sum(update.pairs) * args.world_size
         seconds = time.perf_counter() - update.started
-        loss_of_ranks = over_ranks("SUM", torch.stack(update.losses).sum())
-        # With several data sets, some losses have not been called yet, and have no measurements.
-        losses = [loss for loss in self._bank_losses if loss.last]
+        loss_of_ranks = over_ranks("SUM", torch.stack([loss for _, loss in update.losses]).sum())
+        losses = [loss for loss in self._bank_losses if loss.last]  # that have been called
         record: Record = {
             "update": state.global_step,
             "epoch": round(float(state.epoch or 0), 6),
@@ -190,7 +184,6 @@ class UpdateLogCallback(TrainerCallback):
             "peak_memory_mb": peak_memory_mb(args.device),
         }
         if losses:
-            # Of several losses, the first one's: its last micro-step may be of an earlier update.
             loss = losses[0]
             for key, value in loss.last.items():
                 number = value.item() if isinstance(value, torch.Tensor) else value

@@ -1,8 +1,4 @@
-"""The training loss: that of a method, its parts, and the known positives that it needs.
-
-A training loss is a single loss, or a dictionary with one loss for each data set. A data set is
-likewise a single set, or a dictionary of sets by name.
-"""
+"""The training loss: that of a method, its parts, and the known positives that it needs."""
 
 from __future__ import annotations
 
@@ -62,17 +58,14 @@ def make_loss(
     return loss
 
 
-def list_parts(value: Any) -> list[Any]:
-    """Return the values of a dictionary by data set, or a single value as a list."""
-    if isinstance(value, dict):
-        return list(value.values())
-    return [value]
+def list_parts(dataset: Any) -> list[Any]:
+    """Return the data sets of a dictionary of sets by name, or a single set as a list."""
+    return list(dataset.values()) if isinstance(dataset, dict) else [dataset]
 
 
-def count_rows(dataset: Any) -> int | None:
-    """Return the number of rows in all parts of a training set; None for a stream."""
-    parts = list_parts(dataset)
-    return sum(map(len, parts)) if all(hasattr(part, "__len__") for part in parts) else None
+def count_rows(dataset: Any) -> int:
+    """Return the number of rows in all parts of a training set."""
+    return sum(map(len, list_parts(dataset)))
 
 
 def unwrap_matryoshka(loss: Any) -> Any:
@@ -80,22 +73,9 @@ def unwrap_matryoshka(loss: Any) -> Any:
     return loss.loss if isinstance(loss, MatryoshkaLoss) else loss
 
 
-def list_losses(loss: Any) -> list[Any]:
-    """Return the losses of all data sets, without a MatryoshkaLoss around them."""
-    return [unwrap_matryoshka(loss_of_set) for loss_of_set in list_parts(loss)]
-
-
-def get_batch_loss(loss: Any, batch: Batch) -> Any:
-    """Return the loss that a batch is trained with, without a MatryoshkaLoss around it."""
-    if isinstance(loss, dict):
-        loss = loss[batch["dataset_name"]]
-    return unwrap_matryoshka(loss)
-
-
-def list_bank_losses(loss: Any) -> list[ContAccumLoss]:
-    """Return every ContAccumLoss in a training loss once, including one inside a MatryoshkaLoss."""
-    modules = nn.ModuleList(list_parts(loss)).modules()  # once each: data sets may share a loss
-    return [module for module in modules if isinstance(module, ContAccumLoss)]
+def list_bank_losses(loss: nn.Module) -> list[ContAccumLoss]:
+    """Return every ContAccumLoss in a training loss, including one inside a MatryoshkaLoss."""
+    return [module for module in loss.modules() if isinstance(module, ContAccumLoss)]
 
 
 def get_store_documents(loss: Any) -> StoreDocuments | None:

@@ -1,4 +1,4 @@
-"""The micro-batch: the smallest that has negatives, and the largest that fits into memory.
+"""The largest micro-batch that fits into memory.
 
 With ``per_device_train_batch_size=auto``, the largest one is searched for before the first update.
 For a loss with a gradient cache, it is ``mini_batch_size``, the rows that are encoded at once.
@@ -11,7 +11,6 @@ import dataclasses
 import heapq
 import itertools
 from collections import defaultdict
-from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
@@ -19,17 +18,13 @@ from typing import Any
 import psutil
 import torch
 from accelerate.utils.memory import clear_device_cache
+from sentence_transformers import SentenceTransformerTrainer
 from sentence_transformers.base.losses.gradcache import uses_gradient_cache
-from torch import Tensor, nn
 
 from contaccum.data.sampling import first_texts
 from contaccum.distributed import over_ranks
 from contaccum.errors import ConfigError, UserError, is_out_of_memory
-from contaccum.losses.contaccum import ContAccumLoss
-from contaccum.losses.query_side import QuerySideLoss
-from contaccum.training.arguments import ContAccumTrainingArguments
-from contaccum.training.columns import Columns
-from contaccum.training.losses import list_bank_losses, list_losses
+from contaccum.training.losses import list_bank_losses, unwrap_matryoshka
 
 Row = dict[str, Any]
 """A row of a training set: texts by column, and a label if the set has labels."""
@@ -44,49 +39,24 @@ _MAX_SHARE_OF_FREE_MEMORY = 0.8  # share of a host's free memory that a trial ma
 _BYTES_PER_MB = 2**20
 
 
-def compute_smallest_micro_batch(loss: Any, columns: Columns) -> int:
-    """Return the smallest number of pairs per micro-batch with which every query has a negative.
-
-    It is 1 if all data sets have hard negatives, or all losses have a bank, a document store, or a
-    gradient cache; otherwise 2.
-    """
-    if columns and all(len(names) > 2 for names in columns.values()):
-        return 1
-    for loss_of_set in list_losses(loss):
-        has_bank = isinstance(loss_of_set, ContAccumLoss) and loss_of_set.settings.bank_size
-        has_store = isinstance(loss_of_set, QuerySideLoss)
-        if not (has_bank or has_store or uses_gradient_cache(loss_of_set)):
-            return 2
-    return 1
-
-
-def find_micro_batch(
-    args: ContAccumTrainingArguments,
-    model: nn.Module,
-    loss: Any,
-    dataset: Any,
-    smallest: int,
-    compute_loss: Callable[[Any, list[Row]], Tensor],
-) -> int:
+def find_micro_batch(trainer: SentenceTransformerTrainer, smallest: int) -> int:
     """Return the pairs of the largest micro-batch that fits into the memory of every rank.
 
     The divisors of the pairs per update are tried with the longest texts of the data. On a GPU, the
     largest comes first, because small ones take longest with a gradient cache. On a CPU, the
     operating system would kill the process when memory runs out. So the smallest comes first, and a
-    size is not tried if it may need too much, in proportion to the size before. The search changes
+    size is not tried if it may need too much, in proportion to the size before. With ``smallest``
+    pairs and more, every query has a negative. The search changes
     random states, but neither weights nor bank.
-
-    Args:
-        smallest: the smallest number of pairs with which every query has a negative.
-        compute_loss: function that returns the value of a loss for rows of the data.
 
     Raises:
         ConfigError: if an update has fewer pairs than the smallest micro-batch.
         UserError: if the smallest micro-batch does not fit.
     """
-    model.train()  # with dropout and gradient checkpointing, as in training
+    args = trainer.args
+    trainer.model.train()  # with dropout and gradient checkpointing, as in training
     num_pairs = args.per_device_train_batch_size * args.gradient_accumulation_steps
-    rows = make_longest_rows(dataset, num_pairs)
+    rows = make_longest_rows(trainer.train_dataset, num_pairs)
     sizes = [size for size in range(smallest, num_pairs + 1) if num_pairs % size == 0]
     if not sizes:
         raise ConfigError(
@@ -101,17 +71,15 @@ def find_micro_batch(
     reset_peak_memory(args.device)
     memory_before = peak_memory_mb(args.device)
     for size in sizes if is_host else reversed(sizes):
-        if largest and is_host:
-            predicted_memory = memory_of_largest * size / largest
-            if predicted_memory > _MAX_SHARE_OF_FREE_MEMORY * free_memory:
-                break
+        predicted_memory = memory_of_largest * size / max(largest, 1)
+        if is_host and predicted_memory > _MAX_SHARE_OF_FREE_MEMORY * free_memory:
+            break
         reset_peak_memory(args.device)
         # A gradient cache gets all pairs in one batch, and encodes ``size`` of them at once.
-        batch = rows if uses_gradient_cache(loss) else rows[:size]
-        fits = False
+        has_cache = uses_gradient_cache(unwrap_matryoshka(trainer.loss))
+        batch = rows if has_cache else rows[:size]
         try:
-            try_micro_batch(size, model, loss, batch, compute_loss)
-            fits = True
+            try_micro_batch(size, batch, trainer)
             largest = size
             memory_of_largest = peak_memory_mb(args.device) - memory_before
         except Exception as error:
@@ -120,7 +88,7 @@ def find_micro_batch(
         # Not in the handler, where the error still refers to the activations.
         clear_device_cache(garbage_collection=True)
         # A GPU takes the first size that fits. On a CPU, larger ones do not fit either.
-        if fits != is_host:
+        if (largest == size) != is_host:
             break
     largest = int(over_ranks("MIN", torch.tensor(largest, device=args.device)))
     if not largest:
@@ -133,20 +101,15 @@ def is_host_memory(device: torch.device) -> bool:
     return device.type == "cpu"
 
 
-def try_micro_batch(
-    size: int,
-    model: nn.Module,
-    loss: Any,
-    rows: list[Row],
-    compute_loss: Callable[[Any, list[Row]], Tensor],
-) -> None:
+def try_micro_batch(size: int, rows: list[Row], trainer: SentenceTransformerTrainer) -> None:
     """Run two micro-steps with a copy of the loss, to see whether they fit into memory.
 
     Tensors of the size of AdamW's two states are in memory meanwhile, and in the second micro-step
     also gradients and a filled bank.
     """
+    model = trainer.model
     # The memo makes deepcopy use the same model instead of a copy.
-    trial_loss = copy.deepcopy(loss, memo={id(model): model})
+    trial_loss: Any = copy.deepcopy(trainer.loss, memo={id(model): model})
     for module in list_bank_losses(trial_loss):
         # Ranks may run out of memory at different sizes, so a trial must not wait for other ranks
         # to gather their embeddings.
@@ -158,7 +121,11 @@ def try_micro_batch(
             optimizer_states += [torch.zeros_like(parameter), torch.zeros_like(parameter)]
     try:
         for _ in range(2):
-            compute_loss(trial_loss, rows).backward()
+            # Private: it moves the inputs to the device as a training step does.
+            inputs = trainer._prepare_inputs(trainer.data_collator(rows))
+            with trainer.accelerator.autocast():
+                loss = trial_loss(*trainer.collect_features(inputs))
+            loss.backward()
     finally:
         model.zero_grad()
 
@@ -192,10 +159,8 @@ def make_longest_rows(dataset: Any, num_rows: int) -> list[Row]:
 
 def set_mini_batch_size(loss: Any, rows: int) -> None:
     """Set the number of rows that a gradient cache encodes at once; other losses do not change."""
-    for loss_of_set in list_losses(loss):
-        if not uses_gradient_cache(loss_of_set):
-            continue
-        for module in loss_of_set.modules():
+    if uses_gradient_cache(unwrap_matryoshka(loss)):
+        for module in loss.modules():
             if hasattr(module, "mini_batch_size"):
                 module.mini_batch_size = rows
 

@@ -12,7 +12,6 @@ from typing import Any
 
 import numpy as np
 from accelerate import PartialState
-from datasets import IterableDataset
 from sentence_transformers import SentenceTransformer
 
 from contaccum.data.sampling import text_ids
@@ -110,8 +109,6 @@ def _handle_missing(
     """Encode and add the positives that the documents lack; with "stop", raise `DataError`."""
     missing_texts: dict[str, None] = {}  # used as a set that keeps the order of the data
     for dataset in datasets:
-        if isinstance(dataset, IterableDataset):
-            continue  # the collator refuses a missing positive in a stream
         for _, positives in iterate_pairs(dataset):
             for index in np.flatnonzero(~documents.contains(text_ids(positives))):
                 missing_texts[positives[index]] = None

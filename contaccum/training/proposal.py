@@ -9,7 +9,7 @@ import math
 import multiprocessing
 import os
 import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +20,7 @@ from transformers import AutoConfig, AutoTokenizer
 
 from contaccum.data import load_training_data
 from contaccum.distributed import RANK_TIMEOUT, world_size
-from contaccum.encoders.loading import is_sentence_transformer
+from contaccum.encoders.loading import is_sentence_transformer, loading
 from contaccum.errors import ConfigError
 from contaccum.settings import WITH_BANK, Settings, find, for_method, get_engine, replace
 from contaccum.training.arguments import ContAccumTrainingArguments
@@ -128,13 +128,18 @@ def propose_settings(train_file: Path, model: str, given: Mapping[str, Any]) -> 
     if not is_sentence_transformer(model):
         rows = np.random.default_rng(0).permutation(num_rows)[:_MAX_SAMPLED_ROWS]
         texts = loaded.transform.first_texts(sorted(rows.tolist()))
-        count_tokens, max_tokens = _load_tokenizer(model)
+        trusted = bool(given.get("trust_remote_code"))
+        with loading(model, trusted) as path:
+            tokenizer = AutoTokenizer.from_pretrained(path, trust_remote_code=trusted)
         for name, column, prompt in (
             ("query_max_length", "query", query_prompt),
             ("passage_max_length", "positive", passage_prompt),
         ):
-            lengths = [count_tokens(f"{prompt}{text}") for text in texts[column]]
-            proposed[name] = _compute_max_length(lengths, max_tokens)
+            prompted = [f"{prompt}{text}" for text in texts[column]]
+            lengths = [len(tokens) for tokens in tokenizer(prompted, verbose=False)["input_ids"]]
+            # A multiple of 8, because accelerators are fastest with such lengths.
+            length = _round_up(np.quantile(lengths, _LENGTH_QUANTILE), 8)
+            proposed[name] = min(length, tokenizer.model_max_length, _MAX_TOKENS)
     if has_steps:
         # The proposed batch size could contradict the number of steps that the user gave.
         del proposed["total_train_batch_size"]
@@ -253,7 +258,7 @@ def _make_query_side_sizes(settings: Settings, given: Mapping[str, Any]) -> dict
     }
 
 
-def _round_up(number: int, divisor: int) -> int:
+def _round_up(number: float, divisor: int) -> int:
     return math.ceil(number / divisor) * divisor
 
 
@@ -264,26 +269,3 @@ def _find_prompts(model: str) -> tuple[str, str]:
         if re.search(pattern, model, re.IGNORECASE):
             return query_prompt, passage_prompt
     return "", ""
-
-
-def _load_tokenizer(model: str) -> tuple[Callable[[str], float], int]:
-    """Return a function that counts the tokens of a text, and the most that the model encodes.
-
-    If the tokenizer cannot be loaded, the count is an estimate: 4 bytes per token.
-    """
-    try:
-        tokenizer = AutoTokenizer.from_pretrained(model)
-    except (OSError, ValueError):
-        return lambda text: len(text.encode()) / 4, _MAX_TOKENS
-    max_tokens = min(_MAX_TOKENS, tokenizer.model_max_length)
-    return lambda text: len(tokenizer(text, verbose=False)["input_ids"]), max_tokens
-
-
-def _compute_max_length(lengths: Sequence[float], max_tokens: int) -> int:
-    """Return a maximum length in tokens that 95% of the lengths do not exceed.
-
-    It is rounded up to the next multiple of 8, because accelerators are fastest with such lengths.
-    It is at most ``max_tokens``.
-    """
-    length = np.quantile(lengths, _LENGTH_QUANTILE)
-    return min(max_tokens, math.ceil(length / 8) * 8)

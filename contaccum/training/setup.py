@@ -7,9 +7,8 @@ and `fit` both use these functions, so that the same settings always give the sa
 from __future__ import annotations
 
 import logging
-from typing import Any, NamedTuple
+from typing import Any
 
-from sentence_transformers.sentence_transformer.evaluation import SentenceEvaluator
 from transformers import set_seed
 
 from contaccum.data import TrainingSets, load_training_sets, parse_columns, parse_training_sets
@@ -125,19 +124,17 @@ def _load_sentence_transformer(settings: Settings, options: dict[str, Any]) -> D
     return model
 
 
-class RunData(NamedTuple):
-    """The training sets of a run, and the evaluator of the model during training."""
+def load_run_data(
+    settings: Settings, args: ContAccumTrainingArguments
+) -> tuple[TrainingSets, RetrievalEvaluator | None]:
+    """Load the training sets of a run, and the evaluator of the model during training.
 
-    training: TrainingSets
-    evaluator: SentenceEvaluator | None
-
-
-def load_run_data(settings: Settings, args: ContAccumTrainingArguments) -> RunData:
-    """Load the data of a run; on each host, the first process caches them for the others."""
+    On each host, the first process caches them for the others.
+    """
     with args.main_process_first(desc="reading the data"):
         training = load_data(settings)
         if settings.eval_data is None:
-            return RunData(training, None)
+            return training, None
         full_set = load_beir(settings.eval_data, settings.eval_split, settings.on_bad_record)
         dataset = sample(full_set, settings.eval_queries, settings.eval_corpus_size)
     metric = settings.metric_for_best_model
@@ -148,7 +145,7 @@ def load_run_data(settings: Settings, args: ContAccumTrainingArguments) -> RunDa
         similarity=settings.similarity,
         notes={"of_queries": len(full_set.queries), "of_documents": len(full_set.corpus)},
     )
-    return RunData(training, evaluator)
+    return training, evaluator
 
 
 def load_encoder(settings: Settings, args: ContAccumTrainingArguments) -> DualEncoder:

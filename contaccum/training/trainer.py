@@ -18,7 +18,6 @@ from __future__ import annotations
 
 import copy
 import logging
-import math
 import random
 import shutil
 import sys
@@ -45,6 +44,7 @@ from transformers.integrations.deepspeed import deepspeed_load_checkpoint, unset
 from transformers.trainer_utils import HubStrategy, TrainOutput
 
 from contaccum import progress, work
+from contaccum.data import TrainingSets
 from contaccum.data.samplers import RESUMABLE_SAMPLERS
 from contaccum.data.sampling import first_texts, get_samplings
 from contaccum.distributed import broadcast
@@ -56,32 +56,18 @@ from contaccum.errors import ConfigError, DataError, UserError, is_out_of_memory
 from contaccum.evaluation.evaluator import RetrievalEvaluator
 from contaccum.files import Fingerprint, provenance, require_writable, write_text
 from contaccum.losses.contaccum import ContAccumLoss
-from contaccum.losses.text_ids import count_texts
 from contaccum.merging import merge_models
 from contaccum.redaction import redact
 from contaccum.retrieval.encode import hash_tensors, tokenisation_fingerprint
 from contaccum.settings import Settings, find, replace
-from contaccum.training import (
-    checkpoint,
-    engines,
-    log,
-    losses,
-    micro_batch,
-    passage_store,
-)
+from contaccum.training import checkpoint, engines, log, losses, micro_batch, passage_store
 from contaccum.training.arguments import ContAccumTrainingArguments, get_name
 from contaccum.training.checkpoint import TRAINING
 from contaccum.training.columns import check_columns, get_text_columns, set_column_roles
 from contaccum.training.losses import Batch
-from contaccum.training.micro_batch import MEMORY_REMEDIES, Row
+from contaccum.training.micro_batch import MEMORY_REMEDIES
 from contaccum.training.rates import ListedRates, RatesByClock
-from contaccum.training.setup import (
-    RunData,
-    load_encoder,
-    load_model,
-    load_run_data,
-    make_second_stage,
-)
+from contaccum.training.setup import load_encoder, load_model, load_run_data, make_second_stage
 from contaccum.training.unused_parameters import (
     disable_unused_parameter_search,
     freeze_unused_parameters,
@@ -128,6 +114,7 @@ class ContAccumTrainer(SentenceTransformerTrainer):
 
     training_args_class = ContAccumTrainingArguments
     args: ContAccumTrainingArguments
+    loss: Any  # a module; `__init__` refuses a dictionary of losses
 
     def __init__(
         self,
@@ -144,7 +131,19 @@ class ContAccumTrainer(SentenceTransformerTrainer):
         self._user_arguments = args.to_dict()
         self._data_record = data_record or {}
         args = copy.copy(args)  # some settings are changed below, and the caller's must not change
+        if isinstance(loss, dict):
+            raise ConfigError(
+                "a dictionary of losses, one for each data set: give one loss for all, or use "
+                "SentenceTransformerTrainer with contaccum's losses"
+            )
         self.samplings = get_samplings(train_dataset)  # a sampling draws new texts in each epoch
+        for part in [*losses.list_parts(train_dataset), *losses.list_parts(eval_dataset)]:
+            if isinstance(part, IterableDataset):
+                raise ConfigError(
+                    "a streamed data set (IterableDataset) cannot be trained on, because a resumed "
+                    "run could not find its place in it: give a Dataset, such as "
+                    "Dataset.from_generator makes"
+                )
         dataset = eval_dataset if train_dataset is None else train_dataset
         columns = get_text_columns(dataset)
         set_column_roles(args, model, columns)
@@ -156,14 +155,14 @@ class ContAccumTrainer(SentenceTransformerTrainer):
             kwargs.setdefault("data_collator", collator)
         if loss is None:
             loss = losses.make_loss(model, args)
-        check_columns(args, loss, columns)
         disable_unused_parameter_search(args, model, loss)
         args.hub_strategy = HubStrategy.END  # checkpoints contain local paths
-        self.batch_sampler: Any = None  # the sampler of the data loader; None for a stream
+        self.batch_sampler: Any = None  # the sampler of the data loader
         self.run_id: str | None = None  # set by train(); a resumed run keeps its id
         self._identity: dict[str, Any] = {}  # set by train()
         self._resumed: tuple[Path, checkpoint.Saved] | None = None  # a checkpoint and its result
         super().__init__(model, args, train_dataset, eval_dataset, loss, **kwargs)
+        smallest_micro_batch = check_columns(self.args, self.loss, columns)
         if not args.card_examples:
             card = model.model_card_data
             card.widget, card.usage_examples = [], None
@@ -189,13 +188,7 @@ class ContAccumTrainer(SentenceTransformerTrainer):
         if documents is not None and isinstance(self.evaluator, RetrievalEvaluator):
             # The document tower is frozen, so its embeddings are read from the store.
             self.evaluator.documents = documents
-        self.updates = Updates(
-            self.args,
-            self.loss,
-            self.accelerator,
-            self._count_pairs,
-            smallest=micro_batch.compute_smallest_micro_batch(self.loss, columns),
-        )
+        self.updates = Updates(self, self.args, self.loss, smallest_micro_batch)
         # At the front of the list: UpdateLogCallback must add the measurements of an update before
         # the callbacks of transformers print them and send them to trackers.
         update_log = log.UpdateLogCallback(
@@ -281,24 +274,13 @@ class ContAccumTrainer(SentenceTransformerTrainer):
         return output
 
     def get_train_dataloader(self) -> DataLoader:
-        """Return a loader whose order depends only on seed and epoch, so that runs can resume."""
+        """Return a loader whose order depends only on seed and epoch, so that runs resume."""
         if self.args.has_auto_micro_batch:
             # Only now: gradient checkpointing is on, and transformers has not read the batch size.
             with keep_random_states():
-                num_pairs = micro_batch.find_micro_batch(
-                    self.args,
-                    self.model,
-                    self.loss,
-                    self.train_dataset,
-                    self.updates.smallest,
-                    self._try_rows,
-                )
+                num_pairs = micro_batch.find_micro_batch(self, self.updates.smallest)
             self.updates.set_micro_batch_size(num_pairs)
             logger.info(f"micro-batches of {num_pairs} pairs, the most that memory allows")
-        if isinstance(self.train_dataset, IterableDataset):
-            # With dispatch_batches, the first rank would tokenize the rows of all ranks.
-            self.accelerator.dataloader_config.dispatch_batches = False
-            return super().get_train_dataloader()
         # transformers reads both settings when it makes the loader, so they are replaced meanwhile.
         # A sampler without a resumable version stays.
         args = self.args
@@ -318,36 +300,22 @@ class ContAccumTrainer(SentenceTransformerTrainer):
             self.batch_sampler = self.batch_sampler.batch_sampler
         return loader
 
-    def _try_rows(self, loss: nn.Module, rows: list[Row]) -> Tensor:
-        inputs = self._prepare_inputs(self.data_collator(rows))
-        with self.accelerator.autocast():
-            return loss(*self.collect_features(inputs))
-
     def _init_training_state(self, *args: Any, **kwargs: Any) -> tuple[int, int]:
         # Private: the only place where a resumed run gets its epoch and the micro-batches to skip
-        # in it. In a stream, transformers would skip those of all epochs in the first epoch.
+        # in it.
         position = super()._init_training_state(*args, **kwargs)
         # The checkpoint's save_steps, eval_steps and logging_steps are loaded; those of args apply.
         state = self.state
         state.compute_steps(self.args, state.max_steps)
-        if self._resumed is None:
-            return position
-        patience = self.args.early_stopping_patience
-        has_lost_patience = (
-            patience is not None and log.count_evaluations_without_gain(state) >= patience
-        )
-        if state.global_step >= state.max_steps or has_lost_patience:
+        patience = self.args.early_stopping_patience or sys.maxsize
+        has_lost_patience = log.count_evaluations_without_gain(state) >= patience
+        has_ended = state.global_step >= state.max_steps or has_lost_patience
+        if self._resumed is not None and has_ended:
             logger.warning(
                 f"nothing is left to train after update {state.global_step}: the run has ended. "
                 "Raise max_steps, num_train_epochs or early_stopping_patience to train on"
             )
             return sys.maxsize, 0  # no epoch is left; transformers would train another update
-        if isinstance(self.train_dataset, IterableDataset):
-            _, saved = self._resumed
-            num_batches = self.args.gradient_accumulation_steps
-            return checkpoint.compute_stream_position(
-                float(state.epoch or 0), saved["max_steps"], num_batches
-            )
         return position
 
     def _start_run(self) -> None:
@@ -377,7 +345,7 @@ class ContAccumTrainer(SentenceTransformerTrainer):
     # An update -----------------------------------------------------------------------------------
     #
     # transformers calls, in this order:
-    #   get_batch_samples  fetch all micro-batches of the update and count their pairs;
+    #   get_batch_samples  fetch all micro-batches of the update;
     #   training_step      for each micro-batch: forward and backward by `micro_step`, in smaller
     #                      micro-steps once memory has run out;
     #   _get_grad_norm     after the last micro-batch: drop gradients that are not finite;
@@ -386,25 +354,16 @@ class ContAccumTrainer(SentenceTransformerTrainer):
     def get_batch_samples(
         self, epoch_iterator: Any, num_batches: int, device: torch.device
     ) -> tuple[list[Any], Any]:
-        """Fetch the micro-batches of an update, as in transformers, and count their pairs."""
+        """Fetch all micro-batches of an update, as in transformers."""
         batches, num_items = super().get_batch_samples(epoch_iterator, num_batches, device)
-        if isinstance(self.train_dataset, IterableDataset) and len(batches) < num_batches:
-            if self.state.global_step == 0:
-                raise DataError(
-                    f"the stream ends after {len(batches)} micro-batches, which is less than one "
-                    "update: lower gradient_accumulation_steps or total_train_batch_size, or give "
-                    "more data"
-                )
-            batches = []  # transformers would give them the weight of a whole update
-        self.updates.count_expected_pairs(batches)
+        self.updates.set_micro_batches(batches)
         return batches, num_items
 
     def training_step(
         self, model: nn.Module, inputs: Batch, num_items_in_batch: Any = None
     ) -> Tensor:
         """Run forward and backward for a micro-batch; return its loss for the log."""
-        assert self.optimizer is not None  # transformers has created it before the first update
-        return self.updates.run_micro_batch(model, inputs, self.micro_step, self.optimizer)
+        return self.updates.run_micro_batch(model, self.micro_step)
 
     def micro_step(
         self, model: nn.Module, inputs: Batch, weight: float, is_last_part: bool
@@ -413,11 +372,9 @@ class ContAccumTrainer(SentenceTransformerTrainer):
 
         Args:
             inputs: the collated micro-batch, or a part of its rows.
-            weight: the fraction of the update's pairs that ``inputs`` holds. The sum of the
-                weighted losses over an update is the update's loss.
-            is_last_part: whether this is the last part of the newest micro-batch. Ranks must not
-                reduce their gradients in any other part; in this one they do so if transformers
-                lets them, in the last micro-batch of an update.
+            weight: the fraction of the update's pairs that ``inputs`` holds.
+            is_last_part: True for the last part of the newest micro-batch. Ranks reduce their
+                gradients in no other part, and in this one if it ends the update.
         """
         num_steps = self.current_gradient_accumulation_steps
         # transformers divides the loss by this number, so this multiplies the loss by ``weight``.
@@ -428,7 +385,7 @@ class ContAccumTrainer(SentenceTransformerTrainer):
                 loss = super().training_step(model, dict(inputs))
         finally:
             self.current_gradient_accumulation_steps = num_steps
-        bank_loss = losses.get_batch_loss(self.loss, inputs)
+        bank_loss = losses.unwrap_matryoshka(self.loss)
         info_nce = bank_loss.info_nce if isinstance(bank_loss, ContAccumLoss) else None
         if info_nce is not None and info_nce.diagnostics is not None:
             # The log gets the loss of the micro-batch's own queries, without banked queries and
@@ -437,43 +394,12 @@ class ContAccumTrainer(SentenceTransformerTrainer):
             loss = torch.where(torch.isfinite(loss), local_loss, loss)
         return loss
 
-    def _count_pairs(self, inputs: Batch) -> int:
-        columns, _ = self.collect_features(inputs)
-        return count_texts(columns[0]) or 0
-
     def _get_grad_norm(self, model: nn.Module, grad_norm: Any = None) -> Any:
         # Private: the only place where the norm over all ranks is known before the optimizer steps.
         norm = super()._get_grad_norm(model, grad_norm=grad_norm)
         if norm is not None:
-            assert self.optimizer is not None
-            self.updates.skip_if_nonfinite(float(norm), model, self.optimizer, self._find_rows)
+            self.updates.skip_if_nonfinite(float(norm), model)
         return norm
-
-    def _find_rows(self, micro_batches: list[int]) -> list[int] | None:
-        """Return the rows of the training data in some micro-batches of the update on this rank.
-
-        The sampler computes the batches of the current epoch again. This is possible only if they
-        depend on nothing but seed and epoch; otherwise the result is None.
-        """
-        args = self.args
-        has_resumable_sampler = get_name(args.batch_sampler) in RESUMABLE_SAMPLERS
-        has_custom_order = callable(args.multi_dataset_batch_sampler)
-        if self.batch_sampler is None or not has_resumable_sampler or has_custom_order:
-            return None
-        num_steps = args.gradient_accumulation_steps
-        updates_per_epoch = max(math.ceil(len(self._train_dataloader) / num_steps), 1)
-        first_of_update = self.state.global_step % updates_per_epoch * num_steps
-        # The ranks take the batches of the sampler in turn.
-        positions = {
-            (first_of_update + index) * args.world_size + args.process_index
-            for index in micro_batches
-        }
-        rows: list[int] = []
-        # islice stops the sampler after the last batch that is needed.
-        for position, batch in enumerate(islice(self.batch_sampler, max(positions) + 1)):
-            if position in positions:
-                rows += batch
-        return rows
 
     def evaluate(
         self,
@@ -487,10 +413,9 @@ class ContAccumTrainer(SentenceTransformerTrainer):
         # Of several data sets, transformers evaluates each with a prefix of its own.
         if self.is_in_train and metric_key_prefix == "eval":
             if self.is_world_process_zero():
-                record: dict[str, Any] = {"update": self.state.global_step}
-                for key, value in metrics.items():
-                    if not key.startswith(("eval_samples_", "eval_steps_")):
-                        record[key] = value
+                record: dict[str, Any] = {"update": self.state.global_step, **metrics}
+                for speed in ("eval_samples_per_second", "eval_steps_per_second"):
+                    record.pop(speed, None)
                 log.append_line(Path(str(self.args.output_dir)) / log.EVAL_LOG, record)
             # The next update starts now.
             self.updates.current.started = time.perf_counter()
@@ -506,7 +431,7 @@ class ContAccumTrainer(SentenceTransformerTrainer):
         num_trained = sum(each.numel() for each in parameters.values() if each.requires_grad)
         documents = losses.get_store_documents(self.loss)
         data = {"rows": losses.count_rows(self.train_dataset), **self._data_record}
-        if "fingerprint" not in data and data["rows"] is not None:
+        if "fingerprint" not in data:
             texts = Fingerprint()
             for part in losses.list_parts(self.train_dataset):
                 for batch in first_texts(part):
@@ -528,7 +453,7 @@ class ContAccumTrainer(SentenceTransformerTrainer):
             # Messages show the names, so those that are not arguments are in plain words.
             "pairs per update": self.args.total_train_batch_size,
             "rows": data["rows"],
-            "data fingerprint": data.get("fingerprint"),
+            "data fingerprint": data["fingerprint"],
             "batch_sampler": get_name(self.args.batch_sampler),
             "trained parameters": num_trained,
             "engine": self.engine,
@@ -633,7 +558,6 @@ class ContAccumTrainer(SentenceTransformerTrainer):
                 saved = {
                     "run_id": self.run_id,
                     "update": num_updates,
-                    "max_steps": self.state.max_steps,
                     "trained_updates": self.updates.num_trained,
                     "resumable": not args.save_only_model,
                     "micro_batch": args.pairs_per_micro_batch,
@@ -689,9 +613,8 @@ def keep_random_states() -> Iterator[None]:
 
 def make_trainer(
     encoder: DualEncoder,
-    settings: Settings,
     args: ContAccumTrainingArguments,
-    data: RunData,
+    data: TrainingSets,
     **trainer_options: Any,
 ) -> ContAccumTrainer:
     """Return the trainer of a run; ``trainer_options`` are further arguments of the trainer.
@@ -707,9 +630,8 @@ def make_trainer(
         return ContAccumTrainer(
             encoder,
             args,
-            data.training.dataset,
-            evaluator=data.evaluator,
-            data_record=data.training.record(),
+            data.dataset,
+            data_record=data.record(),
             **trainer_options,
         )
     except UserError:
@@ -762,11 +684,11 @@ def train_and_save(
     require_model(settings.model)
     if args.process_index == 0:
         require_writable(output_dir / work.IDENTITY_FILE)
-    data = load_run_data(settings, args)
+    data, evaluator = load_run_data(settings, args)
     if args.process_index == 0:
-        print_line(data.training.summary())
+        print_line(data.summary())
     encoder = load_encoder(settings, args)
-    trainer = make_trainer(encoder, settings, args, data, callbacks=callbacks)
+    trainer = make_trainer(encoder, args, data, evaluator=evaluator, callbacks=callbacks)
     if not progress.verbose:
         trainer.remove_callback(PrinterCallback)
         if not args.disable_tqdm:

@@ -21,7 +21,7 @@ from contaccum.errors import ConfigError
 from contaccum.losses.contaccum import ContAccumLoss
 from contaccum.losses.query_side import QuerySideLoss
 from contaccum.training.arguments import ContAccumTrainingArguments
-from contaccum.training.losses import list_losses, unwrap_matryoshka
+from contaccum.training.losses import unwrap_matryoshka
 
 logger = logging.getLogger(__name__)
 
@@ -47,9 +47,8 @@ def disable_unused_parameter_search(
     gradient cache, which call the model once per backward pass and need it, and for a tied model
     with a loss that may read more than embeddings. Call this before the Accelerator is created.
     """
-    if any(uses_gradient_cache(loss_of_set) for loss_of_set in list_losses(loss)):
-        return
-    if reads_only_embeddings(loss) or not is_tied(model):
+    has_cache = uses_gradient_cache(unwrap_matryoshka(loss))
+    if not has_cache and (reads_only_embeddings(loss) or not is_tied(model)):
         args.ddp_find_unused_parameters = False
 
 

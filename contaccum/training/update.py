@@ -11,29 +11,25 @@ from __future__ import annotations
 import logging
 import math
 import time
-from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from itertools import islice
 from typing import Any
 
 import torch
-from accelerate import Accelerator
 from accelerate.utils.memory import clear_device_cache
+from sentence_transformers import SentenceTransformerTrainer
 from sentence_transformers.base.losses.gradcache import uses_gradient_cache
 from torch import Tensor, nn
 
+from contaccum.data.samplers import RESUMABLE_SAMPLERS
 from contaccum.distributed import over_ranks, rank, world_size
 from contaccum.encoders.grad_norms import TowerGradNorms
 from contaccum.errors import UserError, is_out_of_memory
-from contaccum.training.arguments import ContAccumTrainingArguments
+from contaccum.losses.text_ids import count_texts
+from contaccum.training.arguments import ContAccumTrainingArguments, get_name
 from contaccum.training.engines import describe_engine
-from contaccum.training.losses import (
-    Batch,
-    get_batch_loss,
-    list_bank_losses,
-    list_losses,
-    list_parts,
-)
+from contaccum.training.losses import Batch, list_bank_losses, unwrap_matryoshka
 from contaccum.training.micro_batch import (
     MEMORY_REMEDIES,
     find_largest_divisor,
@@ -66,14 +62,12 @@ class Update:
 
     number: int  # in the run, from 1
     started: float  # value of time.perf_counter
-    # Pairs in each micro-batch, also in those to come (0: unknown), and of the update by data set.
-    pairs: list[int] = field(default_factory=list)
-    pairs_of_sets: Counter[str | None] = field(default_factory=Counter)
-    micro_batches: list[Batch] = field(default_factory=list)  # the last may still be in training
-    # The loss of each micro-step, of shape (), times its share of the pairs: their sum is the loss
-    # of the update. Beside it, the index of its micro-batch.
-    losses: list[Tensor] = field(default_factory=list)
-    micro_batch_of_loss: list[int] = field(default_factory=list)
+    micro_batches: list[Batch] = field(default_factory=list)
+    pairs: list[int] = field(default_factory=list)  # in each micro-batch; 0: unknown
+    num_begun: int = 0  # micro-batches; the newest may still be in training
+    # The index of the micro-batch of each micro-step, and the loss, of shape (), times its share of
+    # the pairs. The sum of these losses is the loss of the update.
+    losses: list[tuple[int, Tensor]] = field(default_factory=list)
     grad_norms: dict[str, float] = field(default_factory=dict)  # of the towers, for the log
     grad_norm: float | None = None  # of the whole model, over all ranks
     learning_rate: float = 0.0  # of the first parameter group
@@ -84,8 +78,6 @@ class Updates:
     """Runner of the updates of a training run, one micro-batch at a time.
 
     Args:
-        loss: the training loss, or a dictionary with one loss for each data set.
-        count_pairs: returns the number of pairs in a collated batch; 0 if it is unknown.
         smallest: the smallest number of rows with which every query has a negative; ``max_rows``
             never becomes smaller. The parts of an uneven batch may have fewer rows.
 
@@ -99,39 +91,32 @@ class Updates:
 
     def __init__(
         self,
+        trainer: SentenceTransformerTrainer,
         args: ContAccumTrainingArguments,
-        loss: Any,
-        accelerator: Accelerator,
-        count_pairs: Callable[[Batch], int],
+        loss: nn.Module,
         smallest: int,
     ) -> None:
+        self.smallest = smallest
         self.current = Update(1, time.perf_counter())
         self.max_rows: int | None = None
         self.num_trained = 0
         self.num_skipped = 0
+        self._trainer = trainer
         self._args = args
         self._loss = loss
-        self._accelerator = accelerator
-        self._count_pairs = count_pairs
-        self.smallest = smallest
+        self._has_cache = uses_gradient_cache(unwrap_matryoshka(loss))
+        self._accelerator = trainer.accelerator
         self._tower_norms: TowerGradNorms | None = None
-        for loss_of_set in list_parts(loss):
-            loss_of_set.register_forward_hook(_multiply_by_nan_if_nonfinite)
+        loss.register_forward_hook(_multiply_by_nan_if_nonfinite)
 
-    def count_expected_pairs(self, batches: list[Batch]) -> None:
-        """Count the pairs in all micro-batches of the current update, before it is trained."""
-        update = self.current
-        for inputs in batches:
-            update.pairs.append(self._count_pairs(inputs))
-            update.pairs_of_sets[inputs.get("dataset_name")] += update.pairs[-1]
+    def set_micro_batches(self, micro_batches: list[Batch]) -> None:
+        """Set all micro-batches of the current update, before it is trained."""
+        self.current.micro_batches = micro_batches
+        for inputs in micro_batches:
+            columns, _ = self._trainer.collect_features(inputs)
+            self.current.pairs.append(count_texts(columns[0]) or 0)
 
-    def run_micro_batch(
-        self,
-        model: nn.Module,
-        inputs: Batch,
-        micro_step: MicroStep,
-        optimizer: torch.optim.Optimizer,
-    ) -> Tensor:
+    def run_micro_batch(self, model: nn.Module, micro_step: MicroStep) -> Tensor:
         """Run forward and backward for the next micro-batch of the current update.
 
         When memory runs out, the rows of a micro-step (with a gradient cache: of a mini-batch) are
@@ -144,9 +129,9 @@ class Updates:
         """
         update = self.current
         # Read before the micro-step, because DeepSpeed's scheduler steps within the last one.
-        update.learning_rate = optimizer.param_groups[0]["lr"]
-        first = len(update.micro_batches)  # index of the first micro-batch to train on
-        update.micro_batches.append(inputs)
+        update.learning_rate = self._optimizer.param_groups[0]["lr"]
+        first = update.num_begun  # index of the first micro-batch to train on
+        update.num_begun += 1
         while True:  # until the micro-batch fits into memory
             if self._tower_norms is None:
                 encoder = self._accelerator.unwrap_model(model, keep_torch_compile=False)
@@ -165,64 +150,47 @@ class Updates:
             clear_device_cache(garbage_collection=True)
             self._halve_rows(reason)
             # Start the update again: drop all that its micro-steps so far have accumulated.
-            drop_gradients(model, optimizer)
+            self._drop_gradients(model)
             self._tower_norms.close()
             self._tower_norms = None
             update.losses.clear()
-            update.micro_batch_of_loss.clear()
             first = 0
         if self._accelerator.sync_gradients:  # the last micro-batch of the update
             # The norms are read before the gradient is clipped. DeepSpeed has already made its
             # optimizer step, but then the norms are accumulated from gradients of embeddings.
-            update.grad_norms = self._tower_norms.read(get_gradient_scale(self._accelerator))
+            update.grad_norms = self._tower_norms.read(self._gradient_scale)
         return loss
 
     def _run_micro_steps(self, model: nn.Module, micro_step: MicroStep, first: int) -> Tensor:
         """Train all micro-batches from index ``first`` on; return the loss of the newest one."""
         update = self.current
         if first == 0:
-            self._set_pairs_of_losses()
-        for index in range(first, len(update.micro_batches)):
+            # Gradients are centred over the pairs of the update, on all ranks that share a bank.
+            for bank_loss in list_bank_losses(self._loss):
+                num_pairs = sum(update.pairs)
+                if bank_loss.settings.gather_across_devices:
+                    pairs_of_rank = torch.tensor(num_pairs, device=self._args.device)
+                    num_pairs = int(over_ranks("SUM", pairs_of_rank))
+                bank_loss.begin_update(num_pairs)
+        for index in range(first, update.num_begun):
             inputs = update.micro_batches[index]
-            max_rows = self.max_rows
-            if uses_gradient_cache(get_batch_loss(self._loss, inputs)):
-                # The whole batch is one micro-step, with smaller mini-batches.
-                max_rows = None
-            parts = split_rows(inputs, max_rows)
+            # With a gradient cache, the batch is one micro-step, with smaller mini-batches.
+            parts = split_rows(inputs, None if self._has_cache else self.max_rows)
             # The losses are means over pairs. With these weights, each pair of the update has the
             # same weight, also if the last micro-batch of an epoch is short. If the size of a
             # micro-batch is unknown, all micro-batches have the same weight.
             batch_weight = 1 / len(update.pairs)
             if all(update.pairs):
                 batch_weight = update.pairs[index] / sum(update.pairs)
-            is_newest_batch = index == len(update.micro_batches) - 1
+            is_newest_batch = index == update.num_begun - 1
             batch_loss = torch.zeros((), device=self._args.device)
             for part_number, (part, share) in enumerate(parts, start=1):
                 is_last_part = is_newest_batch and part_number == len(parts)
-                part_loss = micro_step(model, part, share * batch_weight, is_last_part)
-                update.losses.append(part_loss)
-                update.micro_batch_of_loss.append(index)
+                weight = share * batch_weight
+                part_loss = micro_step(model, part, weight, is_last_part)
+                update.losses.append((index, part_loss))
                 batch_loss = batch_loss + part_loss
         return batch_loss
-
-    def _set_pairs_of_losses(self) -> None:
-        """Set in each ContAccumLoss its pairs of this update, over which it centres gradients.
-
-        If ranks share a bank, the number counts the pairs of all ranks.
-        """
-        pairs_of_sets = self.current.pairs_of_sets
-        for bank_loss in list_bank_losses(self._loss):
-            num_pairs = pairs_of_sets.total()
-            if isinstance(self._loss, dict):
-                # Each loss receives only the pairs of its own data sets.
-                num_pairs = 0
-                for name, loss in self._loss.items():
-                    if bank_loss in loss.modules():
-                        num_pairs += pairs_of_sets[name]
-            if bank_loss.settings.gather_across_devices:
-                total = over_ranks("SUM", torch.tensor(num_pairs, device=self._args.device))
-                num_pairs = int(total)
-            bank_loss.begin_update(num_pairs)
 
     def _halve_rows(self, reason: str) -> None:
         """Halve the rows of a micro-step for the rest of the run, after memory has run out."""
@@ -237,10 +205,9 @@ class Updates:
                 "resume_from_checkpoint=last"
             )
         sizes = [self.max_rows or self._args.pairs_per_micro_batch, max(self.current.pairs)]
-        if self.max_rows is None:
-            for loss in list_losses(self._loss):  # the user's may have smaller mini-batches
-                if uses_gradient_cache(loss) and hasattr(loss, "mini_batch_size"):
-                    sizes.append(loss.mini_batch_size)
+        loss = unwrap_matryoshka(self._loss)
+        if self._has_cache and hasattr(loss, "mini_batch_size"):
+            sizes.append(loss.mini_batch_size)  # the user's may have smaller ones
         rows = min(sizes)  # in the largest micro-step of the update
         if rows <= self.smallest:
             raise UserError(
@@ -268,23 +235,32 @@ class Updates:
         args.set_micro_batch_size(num_pairs)
         set_mini_batch_size(self._loss, num_pairs)
 
-    def skip_if_nonfinite(
-        self,
-        norm: float,
-        model: nn.Module,
-        optimizer: torch.optim.Optimizer,
-        find_rows: Callable[[list[int]], list[int] | None],
-    ) -> None:
+    @property
+    def _optimizer(self) -> torch.optim.Optimizer:
+        assert self._trainer.optimizer is not None  # transformers has created it by now
+        return self._trainer.optimizer
+
+    @property
+    def _gradient_scale(self) -> float:
+        """The factor by which a gradient scaler (fp16) scales gradients; 1 without a scaler."""
+        scaler = getattr(self._accelerator, "scaler", None)
+        return 1.0 if scaler is None else scaler.get_scale()
+
+    def _drop_gradients(self, model: nn.Module) -> None:
+        model.zero_grad()
+        # Also those of parameters of the loss. accelerate's optimizer.zero_grad() does nothing
+        # between the micro-steps of an update.
+        for group in self._optimizer.param_groups:
+            for parameter in group["params"]:
+                parameter.grad = None
+
+    def skip_if_nonfinite(self, norm: float, model: nn.Module) -> None:
         """Skip the current update if its loss or gradient is infinite or NaN.
 
         Its line in the log names the cause and the rows of the training data. A gradient scaler
         (fp16) multiplies the gradient, so an overflow is normal and not counted: the scaler itself
-        skips the step and lowers its scale.
-
-        Args:
-            norm: norm of the model's gradient over all ranks, after the last micro-step.
-            find_rows: function from indices of micro-batches in the update to their rows in the
-                training data; it returns None if the rows are unknown.
+        skips the step and lowers its scale. ``norm`` is that of the model's gradient over all ranks
+        after the last micro-step.
 
         Raises:
             UserError: if ``max_skipped_updates`` updates were skipped before this one.
@@ -293,9 +269,8 @@ class Updates:
         update.grad_norm = norm
         if math.isfinite(norm):
             return
-        scale = get_gradient_scale(self._accelerator)
-        losses = zip(update.micro_batch_of_loss, update.losses, strict=True)
-        micro_batches = sorted({index for index, loss in losses if not torch.isfinite(loss)})
+        scale = self._gradient_scale
+        micro_batches = sorted({index for index, x in update.losses if not torch.isfinite(x)})
         # Ranks may have different losses, but all ranks skip the update, for the same cause.
         cause = "gradient"
         if over_ranks("MAX", torch.tensor(len(micro_batches), device=self._args.device)) > 0:
@@ -308,21 +283,20 @@ class Updates:
             return
         if cause == "gradient":
             # All losses are finite, so it is unknown which micro-batch caused the gradient.
-            micro_batches = list(range(len(update.micro_batches)))
-        rows = find_rows(micro_batches) if micro_batches else []
+            micro_batches = list(range(update.num_begun))
+        rows = self._find_rows(micro_batches) if micro_batches else []
         update.log_entries["micro_steps"] = micro_batches
         update.log_entries["rows"] = rows
         self.num_skipped += 1
         place = "on another rank"
-        if micro_batches:
-            shown = "unknown"
-            if rows is not None:
-                shown = ", ".join(map(str, rows[:_MAX_ROWS_SHOWN]))
-                shown += ", ..." if len(rows) > _MAX_ROWS_SHOWN else ""
+        if rows is None:
+            place = "in unknown rows"
+        elif rows:
+            shown = ", ".join(map(str, rows[:_MAX_ROWS_SHOWN]))
+            shown += ", ..." if len(rows) > _MAX_ROWS_SHOWN else ""
             place = f"rows {shown} of the training data"
-        message = f"update {update.number}: the {cause} is not finite ({place})"
-        if world_size() > 1:
-            message = f"rank {rank()}: {message}"
+        place_of_rank = f"rank {rank()}: " if world_size() > 1 else ""
+        message = f"{place_of_rank}update {update.number}: the {cause} is not finite ({place})"
         max_skipped = self._args.max_skipped_updates
         if self.num_skipped > max_skipped:
             raise UserError(
@@ -337,7 +311,32 @@ class Updates:
         # An optimizer step without gradients changes nothing. A gradient scaler skips the step
         # itself, and needs the gradients to detect the overflow.
         if getattr(self._accelerator, "scaler", None) is None:
-            drop_gradients(model, optimizer)
+            self._drop_gradients(model)
+
+    def _find_rows(self, micro_batches: list[int]) -> list[int] | None:
+        """Return the rows of the training data in some micro-batches of the update on this rank.
+
+        The sampler computes the batches of the current epoch again. This is possible only if they
+        depend on nothing but seed and epoch; otherwise the result is None.
+        """
+        args = self._args
+        has_resumable_sampler = get_name(args.batch_sampler) in RESUMABLE_SAMPLERS
+        if not has_resumable_sampler or callable(args.multi_dataset_batch_sampler):
+            return None
+        num_steps = args.gradient_accumulation_steps
+        updates_per_epoch = max(math.ceil(len(self._trainer._train_dataloader) / num_steps), 1)
+        first_of_update = (self.current.number - 1) % updates_per_epoch * num_steps
+        # The ranks take the batches of the sampler in turn.
+        positions = {
+            (first_of_update + index) * args.world_size + args.process_index
+            for index in micro_batches
+        }
+        sampler: Any = self._trainer._train_dataloader
+        while hasattr(sampler, "batch_sampler"):  # without accelerate's wrappers
+            sampler = sampler.batch_sampler
+        # islice stops the sampler after the last batch that is needed.
+        batches = islice(sampler, max(positions) + 1)
+        return [row for index, batch in enumerate(batches) if index in positions for row in batch]
 
     def end_update(self) -> None:
         """Count the current update, and start the next one."""
@@ -371,21 +370,6 @@ def _multiply_by_nan_if_nonfinite(module: nn.Module, arguments: Any, loss: Any) 
     return loss * factor
 
 
-def drop_gradients(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
-    """Drop the gradients of the model, and of the parameters that belong to the loss."""
-    model.zero_grad()
-    # accelerate's optimizer.zero_grad() does nothing between the micro-steps of an update.
-    for group in optimizer.param_groups:
-        for parameter in group["params"]:
-            parameter.grad = None
-
-
-def get_gradient_scale(accelerator: Accelerator) -> float:
-    """Return the factor by which a gradient scaler (fp16) scales gradients; 1 without a scaler."""
-    scaler = getattr(accelerator, "scaler", None)
-    return 1.0 if scaler is None else scaler.get_scale()
-
-
 def split_rows(inputs: Batch, max_rows: int | None) -> list[tuple[Batch, float]]:
     """Split a collated batch into parts of at most ``max_rows`` rows; None for a single part.
 
@@ -401,13 +385,8 @@ def split_rows(inputs: Batch, max_rows: int | None) -> list[tuple[Batch, float]]
             "out of memory, and this batch cannot be split by rows, because its tensors have "
             "different lengths. Lower per_device_train_batch_size"
         )
-    num_parts = math.ceil(num_rows / max_rows)
-    pieces = {key: tensor.tensor_split(num_parts) for key, tensor in tensors.items()}
     parts = []
-    for index in range(num_parts):
-        part = dict(inputs)
-        for key, tensor_pieces in pieces.items():
-            part[key] = tensor_pieces[index]
-        any_tensor = next(iter(pieces.values()))[index]
-        parts.append((part, len(any_tensor) / num_rows))
+    for rows in torch.arange(num_rows).tensor_split(math.ceil(num_rows / max_rows)):
+        part = {key: tensor[rows[0] : rows[-1] + 1] for key, tensor in tensors.items()}
+        parts.append(({**inputs, **part}, len(rows) / num_rows))
     return parts

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import math
 from functools import partial
 from typing import Any
 
@@ -30,7 +29,6 @@ from torch.nn.functional import cross_entropy
 from contaccum import CachedContAccumLoss, ContAccumLoss, DualEncoder
 from contaccum.bank.ids import NO_ID
 from contaccum.errors import ConfigError, warn_once
-from contaccum.losses import probe
 from contaccum.losses.probe import MIN_PAIRS_BETWEEN_PROBES, PROBE_PAIRS, EncoderProbe
 from contaccum.losses.text_ids import content_ids, copy_first_texts
 
@@ -45,9 +43,9 @@ def model(request: pytest.FixtureRequest) -> DualEncoder:
     return tiny_encoder(is_tied, normalize=False, similarity="cos")
 
 
-def make_probe(model: nn.Module, parts: Any = None, is_shared: bool = False) -> EncoderProbe:
+def make_probe(model: nn.Module, parts: Any = None) -> EncoderProbe:
     """Make a probe with the parts."""
-    encoder_probe = EncoderProbe(model, is_used=True, gathers=is_shared)
+    encoder_probe = EncoderProbe(model, is_used=True, gathers=False)
     encoder_probe.parts = parts
     return encoder_probe
 
@@ -484,46 +482,6 @@ def test_a_probe_is_not_collected_from_images(model):
     encoder_probe = make_probe(model)
     assert not encoder_probe.encode_if_due(columns, None, False)
     assert encoder_probe.parts is None
-
-
-def test_ranks_that_share_a_bank_encode_parts_of_the_same_probe(model, monkeypatch):
-    columns_of_ranks = []
-    for n in (5, 3, 1):
-        length = 4 + n  # another length on each rank
-        queries = model.preprocess(sentences(n, 10 * n, length))
-        passages = model.preprocess(sentences(n, 10 * n + 1, length))
-        columns_of_ranks.append([queries, passages])
-    # The states that three ranks gather: first up to three queries of each, then the passages.
-    gathered_queries = [copy_first_texts(queries, 3) for queries, _ in columns_of_ranks]
-    gathered_passages = [copy_first_texts(passages, 3) for _, passages in columns_of_ranks]
-    gathered_states = iter([gathered_queries, gathered_passages])
-    monkeypatch.setattr(probe, "world_size", lambda: 3)
-    monkeypatch.setattr(probe, "gather_states", lambda state: next(gathered_states))
-    shared_probe = make_probe(model, is_shared=True)
-    assert not shared_probe.encode_if_due(columns_of_ranks[1], None, False)  # 7 of 8 pairs
-
-    expected = make_probe(model, shared_probe.parts).encode(columns_of_ranks[1])
-    model.eval()
-    for embeddings, column in zip(expected, columns_of_ranks[1], strict=True):
-        assert len(embeddings) == 7  # 3 of 5 pairs, 3 of 3, and 1 of 1
-        embeddings_of_rank_1 = model(dict(column))["sentence_embedding"]
-        assert torch.allclose(embeddings[3:6], embeddings_of_rank_1, atol=1e-6)
-    calls: list[int] = []
-    model.register_forward_pre_hook(lambda *_: calls.append(1))
-    for num_ranks in (2, 3, 8):
-        monkeypatch.setattr(probe, "world_size", lambda num_ranks=num_ranks: num_ranks)
-        queries_of_ranks = []
-        passages_of_ranks = []
-        for rank in range(num_ranks):
-            monkeypatch.setattr(probe, "rank", lambda rank=rank: rank)
-            calls.clear()
-            queries, passages = shared_probe.encode(columns_of_ranks[0])
-            # Equally many parts on each rank, because the forward passes of FSDP are collectives.
-            assert len(calls) == 2 * math.ceil(3 / num_ranks)
-            queries_of_ranks.append(queries)
-            passages_of_ranks.append(passages)
-        assert torch.allclose(torch.cat(queries_of_ranks), expected[0], atol=1e-6)
-        assert torch.allclose(torch.cat(passages_of_ranks), expected[1], atol=1e-6)
 
 
 def test_a_loss_restored_between_two_updates_continues_like_the_original(model):

@@ -7,33 +7,12 @@ from typing import Any
 import pytest
 import torch
 from sample_texts import sentences
-from torch import Tensor
 from transformers import DataCollatorWithFlattening
 
 from contaccum.data.sampling import text_ids
 from contaccum.losses.text_ids import content_ids, copy_first_texts, count_texts
 
 TEXTS = [*sentences(7, 1, 3), *sentences(3, 2, 9), "cat", "cat dog", "dog cat"]
-
-
-def pad_tokens(token_lists: list[list[int]], side: str, extra: int) -> dict[str, Tensor]:
-    """Pad lists of tokens on the ``side``, by ``extra`` more than necessary."""
-    width = max(len(tokens) for tokens in token_lists) + extra
-    input_ids = []
-    attention_mask = []
-    for tokens in token_lists:
-        padding = [0] * (width - len(tokens))
-        ones = [1] * len(tokens)
-        if side == "right":
-            input_ids.append(tokens + padding)
-            attention_mask.append(ones + padding)
-        else:
-            input_ids.append(padding + tokens)
-            attention_mask.append(padding + ones)
-    return {
-        "input_ids": torch.tensor(input_ids),
-        "attention_mask": torch.tensor(attention_mask),
-    }
 
 
 def make_layouts(tokenizer: Any, texts: list[str]) -> dict[str, dict[str, Any]]:
@@ -47,14 +26,17 @@ def make_layouts(tokenizer: Any, texts: list[str]) -> dict[str, dict[str, Any]]:
     lengths = [len(tokens) for tokens in token_lists]
     offsets = torch.tensor([0, *lengths[:-1]]).cumsum(0)
     stream = torch.cat([torch.tensor(tokens) for tokens in token_lists])
-    return {
-        "padded on the right": pad_tokens(token_lists, "right", 0),
-        "padded more on the right": pad_tokens(token_lists, "right", 5),
-        "padded on the left": pad_tokens(token_lists, "left", 0),
-        "padded more on the left": pad_tokens(token_lists, "left", 5),
-        "flattened": flattened,
-        "stream": {"input_ids": stream, "offsets": offsets},
-    }
+    layouts = {"flattened": flattened, "stream": {"input_ids": stream, "offsets": offsets}}
+    for side in ("right", "left"):
+        for extra in (0, 5):
+            layouts[f"padded by {extra} more on the {side}"] = tokenizer.pad(
+                {"input_ids": token_lists},
+                padding="max_length",
+                max_length=max(lengths) + extra,
+                padding_side=side,
+                return_tensors="pt",
+            )
+    return layouts
 
 
 def test_a_text_has_the_same_id_in_every_layout(tiny_tokenizer):
@@ -62,7 +44,7 @@ def test_a_text_has_the_same_id_in_every_layout(tiny_tokenizer):
     for name, features in make_layouts(tiny_tokenizer, TEXTS * 2).items():
         ids_by_layout[name] = content_ids(features)
     assert len(ids_by_layout) == 6
-    expected = ids_by_layout["padded on the right"]
+    expected = ids_by_layout["padded by 0 more on the right"]
     assert len(set(expected.tolist())) == len(TEXTS)
     assert torch.equal(expected[: len(TEXTS)], expected[len(TEXTS) :])
     for ids in ids_by_layout.values():

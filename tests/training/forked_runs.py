@@ -50,14 +50,9 @@ MEASURED = ("seconds", "pairs_per_second", "peak_memory_mb")
 """Log entries that differ between runs on the same data."""
 
 
-def make_run(
-    folder: Path, rows: int = 23, negatives: int = 0, stream: bool = False, **settings: Any
-) -> ContAccumTrainer:
+def make_run(folder: Path, rows: int = 23, negatives: int = 0, **settings: Any) -> ContAccumTrainer:
     """Return a trainer with the settings of all runs here."""
-    data: Any = make_pairs(rows, negatives)
-    if stream:
-        data = data.to_iterable_dataset()
-    return make_trainer(folder, data, **{**SETTINGS, **settings})
+    return make_trainer(folder, make_pairs(rows, negatives), **{**SETTINGS, **settings})
 
 
 def save_outcome(folder: Path, trainer: ContAccumTrainer) -> None:
@@ -160,7 +155,6 @@ CASES: dict[str, dict[str, Any]] = {
     "contaccum": {"max_grad_norm": 0.5},
     "contaccum, untied": {"tied": False, "negatives": 1, "max_grad_norm": 0.5},
     "passage bank alone": {"query_bank_size": 0, "negatives": 1},
-    "stream": {"stream": True},
 }
 SETTINGS_OF_CASES = {
     "rows": 48,

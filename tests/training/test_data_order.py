@@ -12,11 +12,11 @@ from datasets import Dataset, DatasetDict
 from sample_texts import sentences
 from small_data import write_lines
 from tiny_models import tiny_encoder
-from tiny_runs import SAVE_EVERY_UPDATE, assert_resumes, make_pairs, make_trainer, record_texts
+from tiny_runs import assert_resumes, make_pairs, make_trainer, record_texts
 
 from contaccum.data import load_training_data, load_training_sets, parse_training_sets
 from contaccum.data.sampling import get_samplings, text_ids
-from contaccum.errors import DataError
+from contaccum.errors import ConfigError
 
 SIZES = {"large": 31, "small": 9, "other": 5}
 """Number of queries of each training set."""
@@ -120,34 +120,11 @@ def test_every_known_positive_reaches_the_loss(tmp_path):
         several = len(record["positives"]) > 1  # a single positive is in the query's own row
         for passage, passage_is_listed in zip(passages, listed, strict=True):
             assert passage_is_listed == (several and passage in record["positives"])
-
-
-def test_a_row_of_a_batch_has_the_ids_of_its_query_positive_and_negatives(tmp_path):
-    data = load_training_data(write_records(tmp_path), num_hard_negatives=2)
-    trainer = make_trainer(tmp_path / "run", data.dataset)
-    record_of_query = {}
-    for record in make_records(43):
-        [query_id] = text_ids([record["query"]])
-        record_of_query[query_id] = record
-    batches = list(trainer.get_train_dataloader())
-    assert len(batches) == 11
-    for batch in batches:
-        assert batch["label"].dtype == torch.int64
-        for query_id, positive_id, *negative_ids in batch["label"].tolist():
-            record = record_of_query[query_id]
-            assert positive_id in text_ids(record["positives"])
-            assert len(negative_ids) == 2
-            for negative_id in negative_ids:
-                assert negative_id not in text_ids(record["positives"])
-                if len(record["negatives"]) >= 2:
-                    assert negative_id in text_ids(record["negatives"])
-
-
-def test_a_loss_has_no_table_of_known_positives_if_no_query_has_several(tmp_path):
-    data = load_training_data(write_records(tmp_path, n=1), num_hard_negatives=0)
-    assert data.known_positives is None
-    trainer = make_trainer(tmp_path / "run", data.dataset)
-    assert trainer.loss._positives is None
+    # The ids of the table are those beside the texts of a batch.
+    labels = next(iter(trainer.get_train_dataloader()))["label"]
+    assert labels.dtype == torch.int64
+    assert set(labels[:, 0].tolist()) <= set(query_ids.tolist())
+    assert set(labels[:, 1].tolist()) <= set(passage_ids.tolist())
 
 
 def make_repeated_queries() -> Dataset:
@@ -166,55 +143,9 @@ def test_batches_without_duplicates_resume_bit_for_bit(tmp_path):
         assert len(set(queries)) == len(queries)
 
 
-def test_a_stream_resumes_bit_for_bit_in_any_of_its_passes(tmp_path):
-    rows = 19  # a micro-batch is left over
-
-    def make_stream() -> Any:
-        return make_pairs(rows).to_iterable_dataset(num_shards=3).shuffle(seed=1, buffer_size=8)
-
-    settings = {"max_steps": 7, "gradient_accumulation_steps": 2}
-    _, texts = assert_resumes_with_texts(make_stream, tmp_path, 1, 3, 4, **settings)
-    assert len(texts) == 14  # two micro-batches in each of the 7 updates
-    # A pass has only whole updates: two micro-batches of four pairs.
-    updates_per_pass = rows // 8
-    batches_per_pass = 2 * updates_per_pass
-    first_pass = list_rows(texts[:batches_per_pass])
-    second_pass = list_rows(texts[batches_per_pass : 2 * batches_per_pass])
-    for pass_rows in (first_pass, second_pass):
-        assert len(pass_rows) == 8 * updates_per_pass
-        assert len(set(pass_rows)) == len(pass_rows)
-    assert first_pass != second_pass  # another order
-
-
-def test_a_stream_without_a_whole_update_is_refused(tmp_path):
-    stream = make_pairs(7).to_iterable_dataset()  # two micro-batches
-    trainer = make_trainer(tmp_path, stream, max_steps=2, gradient_accumulation_steps=2)
-    trainer.train()
-    with pytest.raises(DataError, match="less than one update"):
-        make_trainer(tmp_path, stream, max_steps=2, gradient_accumulation_steps=3).train()
-
-
-def test_a_longer_run_on_a_stream_continues_at_the_next_row(tmp_path):
-    """A pass has three updates: the first run ends after the first pass, or within the second."""
-
-    def train(name: str, max_steps: int) -> Batches:
-        """Train, from the last checkpoint in the folder if there is one; return the texts."""
-        trainer = make_trainer(
-            tmp_path / name,
-            make_pairs(24).to_iterable_dataset(),
-            max_steps=max_steps,
-            gradient_accumulation_steps=2,
-            **SAVE_EVERY_UPDATE,
-        )
-        texts = record_texts(trainer)
-        trainer.train(resume_from_checkpoint="auto")
-        return texts
-
-    straight = train("straight", max_steps=7)
-    for first_steps in (3, 5):
-        train(f"longer {first_steps}", max_steps=first_steps)
-        continued = train(f"longer {first_steps}", max_steps=7)
-        assert continued == straight[2 * first_steps :]  # an update has two micro-batches
+def test_a_stream_is_refused(tmp_path):
+    with pytest.raises(ConfigError, match="streamed data set"):
+        make_trainer(tmp_path, make_pairs(8).to_iterable_dataset(), max_steps=2)
 
 
 def load_sets(folder: Path, **options: Any) -> Any:

@@ -11,6 +11,7 @@ from tiny_runs import (
     SAVE_EVERY_UPDATE,
     get_state,
     list_differences,
+    make_arguments,
     make_trainer,
     simulate_out_of_memory,
 )
@@ -19,19 +20,19 @@ from contaccum import ContAccumLoss
 from contaccum.errors import ConfigError, UserError
 from contaccum.files import read_json
 from contaccum.training import micro_batch
-from contaccum.training.micro_batch import compute_smallest_micro_batch
+from contaccum.training.columns import check_columns
 
 
-def test_one_set_without_hard_negatives_needs_two_pairs_in_a_micro_batch():
+def test_one_set_without_hard_negatives_needs_two_pairs_in_a_micro_batch(tmp_path):
+    args = make_arguments(tmp_path)
     loss = ContAccumLoss(tiny_encoder(), bank_size=0)
     triplets = ["query", "positive", "negative"]
     pairs = ["query", "positive"]
-    assert compute_smallest_micro_batch(loss, {"a": triplets, "b": triplets}) == 1
-    assert compute_smallest_micro_batch(loss, {"a": triplets, "b": pairs}) == 2
-    assert compute_smallest_micro_batch(loss, {}) == 2
+    assert check_columns(args, loss, {"a": triplets, "b": triplets}) == 1
+    assert check_columns(args, loss, {"a": triplets, "b": pairs}) == 2
+    assert check_columns(args, loss, {}) == 2
     with_bank = ContAccumLoss(tiny_encoder(), bank_size=8)
-    assert compute_smallest_micro_batch(with_bank, {"a": pairs}) == 1
-    assert compute_smallest_micro_batch({"a": with_bank, "b": loss}, {"a": pairs, "b": pairs}) == 2
+    assert check_columns(args, with_bank, {"a": pairs}) == 1
 
 
 @pytest.mark.parametrize("is_host", [True, False], ids=["CPU", "GPU"])

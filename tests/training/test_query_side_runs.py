@@ -191,23 +191,16 @@ def test_a_run_does_not_resume_with_another_store(root, tmp_path, capsys):
     assert "documents of the store" in capsys.readouterr().err
 
 
-def write_all_but_four_documents(folder: Path) -> Path:
-    """Write a corpus without the positives of the first four queries."""
-    return write_documents(folder / "corpus.jsonl", first=4, last=40)
-
-
-def test_missing_positives_stop_the_run(root, tmp_path, capsys):
-    corpus = write_all_but_four_documents(tmp_path)
-    settings = {"corpus": corpus, "missing": "stop", "num_train_epochs": 1}
-    assert run_train(root, tmp_path / "run", **settings) == 2
-    error = capsys.readouterr().err
-    assert "lacks 4 positives" in error
-
-
-def test_missing_positives_are_added(root, tmp_path):
-    corpus = write_all_but_four_documents(tmp_path)
-    settings = {"corpus": corpus, "missing": "add", "num_train_epochs": 1}
-    assert run_train(root, tmp_path / "run", **settings) == 0
+@pytest.mark.parametrize("missing", ["stop", "add"])
+def test_missing_positives_stop_the_run_or_are_added(root, tmp_path, capsys, missing):
+    corpus = write_documents(tmp_path / "corpus.jsonl", first=4, last=40)
+    settings = {"corpus": corpus, "missing": missing, "num_train_epochs": 1}
+    code = run_train(root, tmp_path / "run", **settings)
+    if missing == "stop":
+        assert code == 2
+        assert "lacks 4 positives" in capsys.readouterr().err
+        return
+    assert code == 0
     assert sum(line["pairs"] for line in read_log(tmp_path / "run")) == 24
     record = json.loads((tmp_path / "run/identity.json").read_text())
     assert record["documents"]["documents"] == 40

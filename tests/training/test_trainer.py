@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 import torch
-from datasets import Dataset, DatasetDict
+from datasets import Dataset
 from huggingface_hub import HfApi
 from sentence_transformers import SentenceTransformer
 from sentence_transformers.losses import MatryoshkaLoss
@@ -288,11 +288,8 @@ def test_a_collapse_gives_one_warning_in_its_third_update():
 
 def list_files(folder: Path, suffixes: tuple[str, ...] = ()) -> list[Path]:
     """Return the files in a folder and its subfolders; with suffixes, only those that have one."""
-    files = []
-    for path in folder.rglob("*"):
-        if path.is_file() and (not suffixes or path.suffix in suffixes):
-            files.append(path)
-    return files
+    files = [path for path in folder.rglob("*") if path.is_file()]
+    return [path for path in files if not suffixes or path.suffix in suffixes]
 
 
 def replace_hub(monkeypatch: pytest.MonkeyPatch, private_text: str) -> list[set[str]]:
@@ -439,39 +436,3 @@ def test_a_route_that_only_the_training_data_reach_is_trained(tmp_path):
     assert list_routes(frozen) == {"query", "summary"}
     for name in frozen:
         assert ".pooler." in name
-
-
-def count_pairs(loss: ContAccumLoss) -> tuple[list[int], list[int]]:
-    """Count the pairs of each update of a loss.
-
-    Returns:
-        Two lists that training fills, each with a number for every update: the number of pairs that
-        the trainer announces, and the number of pairs that the loss then receives.
-    """
-    announced: list[int] = []
-    received: list[int] = []
-
-    def begin_update(pairs: int) -> None:
-        announced.append(pairs)
-        received.append(0)
-
-    def count_micro_batch(*_: Any) -> None:
-        received[-1] += 4  # all micro-batches have 4 pairs
-
-    loss.begin_update = begin_update
-    loss.register_forward_hook(count_micro_batch)
-    return announced, received
-
-
-def test_each_of_several_losses_receives_the_number_of_pairs_of_its_data_set(tmp_path):
-    data = DatasetDict(one=make_pairs(20), two=make_pairs(16))
-    model = tiny_encoder()
-    losses = {"one": ContAccumLoss(model, bank_size=16), "two": ContAccumLoss(model, bank_size=16)}
-    trainer = make_trainer(tmp_path, data=data, model=model, loss=losses)
-    announced_one, received_one = count_pairs(losses["one"])
-    announced_two, received_two = count_pairs(losses["two"])
-    trainer.train()
-    assert announced_one == received_one
-    assert announced_two == received_two
-    assert sum(received_one) == 20
-    assert sum(received_two) == 16

@@ -19,7 +19,6 @@ from sentence_transformers.sentence_transformer.losses import (
 )
 from tiny_models import tiny_encoder
 from tiny_runs import (
-    AUTO,
     EVERY_CALL,
     SAVE_EVERY_UPDATE,
     assert_resumes,
@@ -140,15 +139,18 @@ def test_the_bank_gets_every_pair_and_a_resumed_run_keeps_the_smaller_micro_batc
     assert trainer.loss.info_nce.bank.total_enqueued == 36 + 4
 
 
-def test_a_gradient_cache_encodes_fewer_rows_and_its_update_stays_the_same(tmp_path):
+def test_a_gradient_cache_encodes_fewer_rows_also_when_resumed_and_updates_stay_the_same(tmp_path):
     weights = []
     for name, calls in (("fits", set()), ("runs out", {1})):
-        trainer = make_trainer(tmp_path / name, method="grad_cache")
+        trainer = make_trainer(tmp_path / name, method="grad_cache", **SAVE_EVERY_UPDATE)
         simulate_out_of_memory(trainer, "passages", calls, max_rows=2)
         trainer.train()
         weights.append(get_weights(trainer))
     assert trainer.loss.mini_batch_size == 2
     assert (weights[0] - weights[1]).abs().max() < 1e-6
+    resumed = make_trainer(tmp_path / "resumed", method="grad_cache")
+    resumed.train(resume_from_checkpoint=str(tmp_path / "runs out" / "checkpoint-2"))
+    assert resumed.loss.mini_batch_size == resumed.updates.max_rows == 2
 
 
 def test_a_cached_loss_of_the_user_halves_its_own_mini_batches(tmp_path, caplog):
@@ -169,15 +171,6 @@ def test_a_cached_loss_of_the_user_halves_its_own_mini_batches(tmp_path, caplog)
     assert loss.mini_batch_size == 2
 
 
-def test_a_resumed_run_with_a_gradient_cache_keeps_its_limit(tmp_path):
-    trainer = make_trainer(tmp_path, method="grad_cache", **SAVE_EVERY_UPDATE)
-    simulate_out_of_memory(trainer, "passages", {1}, max_rows=2)
-    trainer.train()
-    resumed = make_trainer(tmp_path, method="grad_cache", **SAVE_EVERY_UPDATE)
-    resumed.train(resume_from_checkpoint=str(tmp_path / "checkpoint-2"))
-    assert resumed.loss.mini_batch_size == resumed.updates.max_rows == 2
-
-
 def test_if_the_smallest_micro_batch_does_not_fit_the_error_names_remedies(tmp_path):
     trainer = make_trainer(tmp_path / "a")
     simulate_out_of_memory(trainer, "queries", EVERY_CALL, max_rows=0)
@@ -191,30 +184,12 @@ def test_if_the_smallest_micro_batch_does_not_fit_the_error_names_remedies(tmp_p
         trainer.train()
 
 
-def make_two_cached_losses(model: Any) -> tuple[DatasetDict, dict[str, CachedContAccumLoss]]:
-    """Return two data sets, and a loss with a gradient cache for each."""
+def test_a_dictionary_of_losses_is_refused(tmp_path):
+    model = tiny_encoder()
     data = DatasetDict(one=make_pairs(20), two=make_pairs(16))
-    losses = {name: CachedContAccumLoss(model, bank_size=16, mini_batch_size=4) for name in data}
-    return data, losses
-
-
-def test_several_losses_with_a_gradient_cache_encode_fewer_rows_of_whole_batches(tmp_path):
-    model = tiny_encoder()
-    data, losses = make_two_cached_losses(model)
-    trainer = make_trainer(tmp_path, data, model=model, loss=losses)
-    texts = record_texts(trainer)
-    simulate_out_of_memory(trainer, "passages", {1}, max_rows=2)
-    trainer.train()
-    assert trainer.updates.max_rows == 2
-    assert {loss.mini_batch_size for loss in losses.values()} == {2}
-    assert {len(rows) for rows in texts} == {4}
-
-
-def test_auto_with_a_dictionary_of_losses_is_refused(tmp_path):
-    model = tiny_encoder()
-    data, losses = make_two_cached_losses(model)
-    with pytest.raises(ConfigError, match="=auto with a dictionary of losses"):
-        make_trainer(tmp_path, data, model=model, loss=losses, **AUTO)
+    losses = {name: CachedContAccumLoss(model) for name in data}
+    with pytest.raises(ConfigError, match="a dictionary of losses"):
+        make_trainer(tmp_path, data, model=model, loss=losses)
 
 
 def get_weights(trainer: Any) -> torch.Tensor:
@@ -385,16 +360,6 @@ def test_a_nonfinite_loss_on_another_rank_is_not_blamed_on_rows_of_this_rank(
     assert "rank 0: update 2: the loss is not finite (on another rank)" in caplog.text
 
 
-def test_a_nonfinite_gradient_on_a_stream_skips_the_update_without_row_numbers(tmp_path):
-    trainer = make_trainer(tmp_path, make_pairs(36).to_iterable_dataset(), max_steps=3)
-    call_at_micro_step(trainer, 5, multiply_gradient(trainer, math.nan))
-    trainer.train()
-    line = read_log(tmp_path)[1]
-    assert line["skipped"] == "gradient"
-    assert line["rows"] is None
-    assert trainer.updates.num_skipped == 1
-
-
 def test_a_run_ends_after_too_many_skipped_updates_with_the_weights_before(tmp_path):
     trainer = make_trainer(tmp_path, max_skipped_updates=1)
     weights = record_weights(trainer, 7)
@@ -410,7 +375,6 @@ EQUAL_POSITIVES = Dataset.from_dict({"query": sentences(24, 1), "positive": ["th
 """Pairs with one positive, so that every negative is masked."""
 
 UNTRAINED_RUNS: dict[str, tuple[dict[str, Any], str]] = {
-    "no gradient": ({"data": EQUAL_POSITIVES}, "each of its 2 updates the gradient"),
     "learning rate of 0": ({"warmup_steps": 3, "max_steps": 1}, "Set warmup_steps below"),
     "no batch": ({"data": 3, "dataloader_drop_last": True}, "give no batch"),
     "no batch of different texts": (
@@ -437,20 +401,15 @@ def test_a_run_whose_updates_are_all_skipped_is_an_error(tmp_path):
         trainer.train()
 
 
-def test_a_run_that_trained_nothing_stays_an_error_when_it_is_resumed(tmp_path):
+def test_without_negatives_a_run_warns_at_once_and_is_an_error_also_when_it_is_resumed(
+    tmp_path, caplog
+):
     for request in (None, "last"):
         trainer = make_trainer(tmp_path, EQUAL_POSITIVES, save_strategy="epoch")
-        with pytest.raises(UserError, match="trained nothing"):
+        with pytest.raises(UserError, match="each of its 2 updates the gradient"):
             trainer.train(resume_from_checkpoint=request)
-
-
-def test_an_update_without_negatives_gives_a_warning_at_once(tmp_path, caplog):
-    trainer = make_trainer(tmp_path, EQUAL_POSITIVES, save_strategy="epoch")
-    with pytest.raises(UserError):
-        trainer.train()
-    warnings = [text for text in caplog.messages if text.startswith("update 1:")]
-    assert len(warnings) == 1
-    assert "every negative of a micro-step is masked" in warnings[0]
+    [warning] = [text for text in caplog.messages if text.startswith("update 1:")]
+    assert "every negative of a micro-step is masked" in warning
 
 
 class ScaledTraining:

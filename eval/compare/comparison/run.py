@@ -191,10 +191,10 @@ def run_job(job: Job) -> dict[str, Any]:
     code_record = provenance()  # read before training, because the checkout may change meanwhile
     settings = replace(Settings(), **job["settings"])
     args = ContAccumTrainingArguments.from_settings(settings)
-    data = load_run_data(settings, args)
+    data, evaluator = load_run_data(settings, args)
     encoder = load_encoder(settings, args)
     initial_weights = model_fingerprint(encoder)
-    trainer = make_trainer(encoder, settings, args, data)
+    trainer = make_trainer(encoder, args, data, evaluator=evaluator)
     trainer.train()
 
     log = read_log(Path(str(args.output_dir), TRAIN_LOG))
@@ -222,7 +222,7 @@ def run_job(job: Job) -> dict[str, Any]:
         "seed": job["seed"],
         "identity": job["identity"],
         "initial_weights": initial_weights,
-        "data_order": fingerprint_data_order(args, data.training),
+        "data_order": fingerprint_data_order(args, data),
         "pairs_per_update": args.total_train_batch_size,
         "updates": trainer.state.global_step,
         "pairs_trained": sum(record["pairs"] for record in log),
