@@ -10,7 +10,7 @@ from typing import Any
 
 ROOT = Path(__file__).parents[1]
 SETS = ("scifact", "nqg", "medquad")
-FITTED_SETS = ("medquad", "nqg", "scifact", "pubmedqa")
+FITTED_SETS = ("medquad", "nqg", "squad", "scifact", "pubmedqa")
 STUDY = {
     "accumulation": "gradient accumulation",
     "grad_cache": "GradCache",

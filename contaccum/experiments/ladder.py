@@ -612,7 +612,6 @@ class Ladder:
         if args.max_steps > 0:
             return args.max_steps
         num_rows = count_rows(load_data(settings).dataset)
-        assert num_rows is not None  # streams have no length, but they need max_steps
         assert args.total_train_batch_size is not None  # computed when the arguments are created
         updates_per_epoch = math.ceil(num_rows / args.total_train_batch_size)
         return max(1, math.ceil(updates_per_epoch * args.num_train_epochs))

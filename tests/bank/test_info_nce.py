@@ -275,6 +275,18 @@ def test_a_micro_step_copies_nothing_from_or_to_the_host_and_needs_no_float64(se
                 loss_fn.end_update()
 
 
+def test_the_detectors_of_the_test_above_refuse_what_waits():
+    numbers = torch.ones(2)
+    for read in (numbers[0].item, lambda: numbers[numbers > 0], lambda: numbers.nonzero()):
+        with pytest.raises(AssertionError, match="would make the host wait"), HostReadDetector():
+            read()
+    for copy in (numbers.cpu, numbers.numpy, numbers.tolist, lambda: int(numbers[0])):
+        with pytest.raises(AssertionError, match="a copy to the host"), HostCopyDetector():
+            copy()
+    with pytest.raises(AssertionError, match="assigned by index"), HostCopyDetector():
+        numbers[torch.arange(1)] = 0.0
+
+
 def test_float32_stays_exact_when_a_dominant_passage_leaves_the_bank():
     bank_size = 256
     generator = torch.Generator().manual_seed(0)

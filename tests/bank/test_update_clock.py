@@ -1,9 +1,11 @@
-"""The update clock: every kind of optimizer step ends one update."""
+"""The update clock: every kind of optimizer step ends one update; an import installs no hook."""
 
 from __future__ import annotations
 
 import copy
 import logging
+import subprocess
+import sys
 from collections.abc import Callable, Iterator
 from functools import partial
 
@@ -198,3 +200,23 @@ def test_without_a_detected_step_one_warning_is_logged_and_entries_are_aged(capl
     passages = model(torch.randn(128, 6)).detach().requires_grad_()
     loss_fn(model(torch.randn(128, 6)), passages).backward()
     assert passages.grad.sum(0).abs().max() < 1e-6  # centred, as against older entries
+
+
+HOOKED = """
+from torch.optim import optimizer
+hooks = []
+optimizer.register_optimizer_step_post_hook = hooks.append
+import torch
+from contaccum import BankedInfoNCE
+loss_fn = BankedInfoNCE(8)
+loss_fn.eval()(torch.ones(2, 3), torch.ones(2, 3))
+assert not hooks
+for _ in range(2):
+    loss_fn.train()(torch.ones(2, 3), torch.ones(2, 3))
+assert len(hooks) == 1
+"""
+
+
+def test_only_a_training_installs_the_hook_of_optimizers():
+    """In another process, because a training of another test has installed it in this one."""
+    subprocess.run([sys.executable, "-c", HOOKED], check=True)

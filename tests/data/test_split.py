@@ -585,6 +585,7 @@ def test_counts_name_the_file_of_the_records_and_repeated_records(tmp_path, caps
         assert summary == f"a: 56 records in {train_file} (28 repeated): 56 used, 0 left out"
 
 
+@pytest.mark.long  # near-duplicates of all of SciFact
 def test_dev_of_scifact_is_like_its_test_set_and_its_documents_are_no_negatives(tmp_path):
     """Test claims share abstracts with training claims, so dev claims must do so too.
 
