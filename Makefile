@@ -9,13 +9,15 @@ CONSTRAINTS ?= constraints.txt
 DEV := $(VENV)/.installed-dev,demo,lightning
 # Databases and frameworks that only long tests need
 ALL := $(DEV),stack
-# One thread for torch and one for the tokenizers, in each test process.
-ONE_THREAD := OMP_NUM_THREADS=1 RAYON_NUM_THREADS=1
+# One thread for torch and one for the tokenizers, in each test process. Modules are compiled once,
+# and not in each of the processes that tests start.
+ONE_THREAD := PYTHONDONTWRITEBYTECODE= OMP_NUM_THREADS=1 RAYON_NUM_THREADS=1
 # The lowest versions that pyproject.toml allows of the packages that the trainer is based on, and the
 # versions of other packages that they need.
 LOWEST_OF := sentence-transformers|transformers|accelerate|datasets|huggingface_hub|tokenizers|safetensors
 LOWEST = $(shell sed -nE 's/^ *"($(LOWEST_OF))>=([0-9.]+).*/\1==\2/p' pyproject.toml)
 LOWEST += httpx==0.28.1 httpcore==1.0.9 certifi==2026.10.18 dill==0.4.0 multiprocess==0.70.16
+LOWEST += requests==2.34.2 urllib3==2.8.0 idna==3.20 charset-normalizer==3.5.2
 # Losses, encoders, updates, resuming on several ranks and with FSDP2; then `fit`, query-side training,
 # `evaluate`, `encode` and `export` from end to end.
 LOWEST_TESTS := tests/losses/test_contaccum_loss.py tests/encoders/test_dual_encoder.py \
