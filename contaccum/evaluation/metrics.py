@@ -173,6 +173,7 @@ FEW_GROUPS = 30
 
 _MAX_EXACT_GROUPS = 13  # 2^13 = 8,192 sign vectors are about as many as are drawn otherwise
 _NUM_FLIPS = 10_000
+_BISECTIONS = 40
 _MAX_SIGNS = 2_000_000  # signs that are in memory at once
 _TOLERANCE = 1e-12  # sums in another order differ in the last bits
 
@@ -341,9 +342,14 @@ def _compute_p_value(flipped: tuple[np.ndarray, np.ndarray], supposed: float) ->
 
 def _find_limit(flipped: tuple[np.ndarray, np.ndarray], inner: float, outer: float) -> float:
     """Return the limit of the interval between a difference inside of it and one outside."""
-    from scipy.optimize import bisect  # slow
-
-    def compute_excess(supposed: float) -> float:
-        return _compute_p_value(flipped, supposed) - ALPHA
-
-    return outer if compute_excess(outer) > 0 else bisect(compute_excess, inner, outer)
+    if _compute_p_value(flipped, outer) > ALPHA:
+        return outer
+    # By hand: scipy.optimize.bisect refuses an inner difference whose p is ALPHA or less, as of a
+    # few tied groups.
+    for _ in range(_BISECTIONS):
+        middle = (inner + outer) / 2
+        if _compute_p_value(flipped, middle) > ALPHA:
+            inner = middle
+        else:
+            outer = middle
+    return inner
