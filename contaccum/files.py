@@ -82,7 +82,14 @@ def atomic_folder(path: AnyPath) -> Iterator[Path]:
         # There may be no earlier folder, or another process has just moved it away.
         with suppress(FileNotFoundError):
             path.rename(earlier_folder)
-        folder.rename(path)
+        try:
+            folder.rename(path)
+        except OSError as error:
+            # These errors mean that another process has just written ``path``.
+            if error.errno not in (errno.ENOTEMPTY, errno.EEXIST):
+                with suppress(OSError):
+                    earlier_folder.rename(path)
+                raise
         shutil.rmtree(earlier_folder, ignore_errors=True)
 
 

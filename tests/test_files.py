@@ -215,3 +215,31 @@ def test_hash_depends_on_names_and_contents_and_not_on_the_place(tmp_path):
     assert hash_path("owner/name-on-the-hub") == "owner/name-on-the-hub"
     item = json.dumps({"path": str(tmp_path / "moved" / "test.tsv"), "min_score": 1})
     assert str(tmp_path) not in hash_path(item)
+
+
+@pytest.mark.parametrize(
+    "moment", ["before the old folder is moved away", "before the new one takes the name"]
+)
+def test_two_simultaneous_replacements_leave_one_folder(moment, tmp_path, monkeypatch):
+    path = tmp_path / "store"
+    with atomic_folder(path) as part:
+        (part / "before").touch()
+    rename = Path.rename
+    is_second = False
+
+    def interleaved(self: Path, target: Path) -> Path:
+        nonlocal is_second
+        moved = path if moment.startswith("before the old") else part
+        if self == moved and not is_second:
+            is_second = True
+            if path.exists():
+                rename(path, tmp_path / "elsewhere")
+            path.mkdir()
+            (path / "theirs").touch()
+        return rename(self, target)
+
+    with atomic_folder(path) as part:
+        (part / "ours").touch()
+        monkeypatch.setattr(Path, "rename", interleaved)
+    assert os.listdir(path) in (["ours"], ["theirs"])
+    assert {name for name in os.listdir(tmp_path) if name.startswith(".")} == set()
