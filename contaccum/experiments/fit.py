@@ -103,6 +103,7 @@ _LADDER_SHARE = 0.5  # of the budget, if other splits follow, in each of which i
 _MEASURED_DOCUMENTS = 64  # by which the time of encoding is measured
 _WARM_UP_DOCUMENTS = 4
 _MEASURED_TEXTS = 16  # by which the time of float32 and bf16 is compared
+_LEAST_ENCODED = 16  # documents whose encoding shows its time
 _MIN_SPEED_UP = 1.1  # a smaller one may be noise
 _MAX_UNKNOWN_SHARE = 0.5  # of the tokens of queries; a base model with more cannot read them
 _MAX_QUERIES = 1000  # whose tokens are counted
@@ -505,7 +506,7 @@ def encode_documents(
         seconds = time.perf_counter() - started
         num_encoded = corpus_encoder.num_encoded + len(held_out)
         seconds_per_document = seconds / max(1, num_encoded)
-        if num_encoded < _MEASURED_TEXTS:  # an earlier start has encoded nearly all
+        if num_encoded < _LEAST_ENCODED:  # an earlier start has encoded nearly all
             texts = get_passage_texts(load_beir_folder(job.data / "dev", "test").corpus)
             seconds_per_document = measure_seconds_per_document(base, texts, job.batch_size)
         return {"seconds_per_document": seconds_per_document, "cut": corpus_encoder.describe_cut()}

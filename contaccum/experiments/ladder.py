@@ -435,9 +435,7 @@ class Ladder:
             shown = f"both towers, {method}"
             trained += self._train(folder_name, shown, BOTH_TOWERS, settings, num_updates, seconds)
             scores = [candidate.score for candidate in trained]
-            earlier = scores[:-MAX_TRIALS_WITHOUT_GAIN]
-            has_gain = not earlier or max(scores) > max(earlier)
-            if not has_gain or num_updates == longest:
+            if has_stalled(scores) or num_updates == longest:
                 break
             # The time may have made a training longer or shorter than was meant.
             length = min(2 * max(candidate.updates for candidate in trained), longest)
@@ -485,7 +483,7 @@ class Ladder:
             tries.append(("grad_cache", 1.0))
         for method, factor in tries:
             scores = [candidate.score for candidate in trials]
-            if len(scores) - 1 - scores.index(max(scores)) == MAX_TRIALS_WITHOUT_GAIN:
+            if has_stalled(scores):
                 return
             if factor < 1.0 and best_rate > first_rate:
                 continue  # a higher rate is better, so a lower one would be worse
@@ -648,6 +646,11 @@ class Ladder:
         self._has_pool = work.once(folder, self.job.request, write)["is_reduced"]
         self._num_pool_documents = work.on_first_rank(lambda: len(self._pool.dataset.corpus))
         self._free_on_pool = self._score_on_pool(self.free)
+
+
+def has_stalled(scores: Sequence[float]) -> bool:
+    """Return whether the last `MAX_TRIALS_WITHOUT_GAIN` trials are no better than those before."""
+    return len(scores) - 1 - scores.index(max(scores)) >= MAX_TRIALS_WITHOUT_GAIN
 
 
 def pool_documents(dataset: BeirDataset, runs: Sequence[Run]) -> set[str]:
