@@ -61,11 +61,15 @@ def limit_file_size() -> Callable[[int], AbstractContextManager[None]]:
     @contextmanager
     def limit(num_bytes: int) -> Iterator[None]:
         soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
-        resource.setrlimit(resource.RLIMIT_FSIZE, (num_bytes, hard))
-        try:
-            yield
-        finally:
-            resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+        with pytest.MonkeyPatch.context() as patch:
+            # Python would leave compiled modules that are cut off, and every later import would fail.
+            patch.setattr(sys, "dont_write_bytecode", True)
+            patch.setenv("PYTHONDONTWRITEBYTECODE", "1")
+            resource.setrlimit(resource.RLIMIT_FSIZE, (num_bytes, hard))
+            try:
+                yield
+            finally:
+                resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
 
     return limit
 
