@@ -141,8 +141,12 @@ def test_the_smallest_of_the_best_weights_of_bm25_is_chosen(root, tmp_path):
     for weight in BM25_WEIGHTS:
         means.append(dev.score(fuse_runs(run, dev.bm25_run, weight))["mean"])
     weighed = dev.weigh(run)
-    assert weighed["bm25_weight"] == BM25_WEIGHTS[means.index(max(means))] > 0.0
-    assert weighed["scores"]["mean"] == max(means)
+    # That of a single weight is partly luck, so its neighbours count too.
+    smooth = np.convolve(means, np.ones(3), mode="same") / ([2] + [3] * 8 + [2])
+    best = int(smooth.argmax())
+    assert best != means.index(max(means))
+    assert weighed["bm25_weight"] == BM25_WEIGHTS[best] > 0.0
+    assert weighed["scores"]["mean"] == means[best]
     assert weighed["vectors"]["mean"] == means[0]
     # A search without training that is better on new documents, where BM25 is best alone
     new = [dev.score(fuse_runs(run, dev.bm25_run, weight))["new"] for weight in BM25_WEIGHTS]
