@@ -40,13 +40,10 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Run ``contaccum ARGV``, by default that of ``sys.argv``, and return the exit code."""
     if argv is None:
         argv = sys.argv[1:]
-    if not argv:
+    if not argv or argv[0] in ("-h", "--help"):
         _print_help()
-        return 2
+        return 0 if argv else 2
     command = argv[0]
-    if command in ("-h", "--help"):
-        _print_help()
-        return 0
     if command == "--version":
         print(f"contaccum {__version__}")
         return 0
