@@ -20,7 +20,7 @@ from contaccum.files import require_writable, write_json, write_text
 
 
 def run(argv: Sequence[str]) -> int:
-    """Write records and tables; return exit code 0, or 1 if they do not meet ``--require``."""
+    """Score a model or a run; return exit code 0, or 1 if it does not meet ``--require``."""
     args = _parse_arguments(argv)
     shown_metrics = metrics.check_metrics(args.metrics)
     k_values = metrics.get_k_values(shown_metrics)
