@@ -3,7 +3,6 @@
 import importlib.util
 import os
 import re
-import socket
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -14,6 +13,7 @@ import torch
 import torch.multiprocessing as mp
 from accelerate.state import AcceleratorState
 from datasets import Dataset
+from forks import find_free_port
 from sample_texts import sentences
 from tiny_models import tiny_encoder
 from torch import Tensor
@@ -211,10 +211,7 @@ def run_accelerate_loop_in_group(rank: int, folder: Path, port: int) -> None:
 @pytest.mark.long  # two processes
 def test_accelerate_loop_of_two_processes_has_the_learning_rates_of_one_process(tmp_path):
     """DDP also accepts an encoder with a pooler, which gets no gradient."""
-    with socket.socket() as unused:
-        unused.bind(("localhost", 0))
-        port = unused.getsockname()[1]
-    mp.spawn(run_accelerate_loop_in_group, args=(tmp_path, port), nprocs=2)
+    mp.spawn(run_accelerate_loop_in_group, args=(tmp_path, find_free_port()), nprocs=2)
     ranks = [torch.load(tmp_path / f"{rank}.pt", weights_only=True) for rank in range(2)]
     expected_rates = [1e-3 * min(update / 4, (10 - update) / 6) for update in range(10)]
     for rank in ranks:
