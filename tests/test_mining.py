@@ -21,7 +21,7 @@ from small_data import (
     write_pairs,
     write_pairs_to_mine,
 )
-from tiny_models import bert_config
+from tiny_models import bert_config, tiny_encoder
 from transformers import BertForMaskedLM, BertForSequenceClassification
 
 from contaccum import DualEncoder
@@ -138,13 +138,9 @@ def test_random_sampling_depends_on_the_seed_alone(model, pairs):
 
 
 @pytest.mark.parametrize("similarity", ["cos", "dot"])
-def test_negatives_are_the_best_passages_that_are_not_excluded(
-    tiny_config, tiny_tokenizer, beir, similarity
-):
+def test_negatives_are_the_best_passages_that_are_not_excluded(beir, similarity):
     """Their scores are the model's."""
-    model = DualEncoder.from_backbone(
-        tiny_config, tokenizer=tiny_tokenizer, pooling="mean", tied=False, device="cpu"
-    )
+    model = tiny_encoder(tied=False, normalize=False)
     data = load_mining_data(beir)
     mined = mine(model, data, similarity=similarity, num_negatives=4)
     is_cosine = similarity == "cos"
