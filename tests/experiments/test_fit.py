@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 import random
 import re
@@ -36,7 +35,7 @@ from contaccum.experiments.folds import Pairs
 from contaccum.experiments.request import read_given
 from contaccum.experiments.run import Job, Trained
 from contaccum.experiments.verdict import ScoreColumns, compute_verdicts
-from contaccum.files import write_json
+from contaccum.files import read_json, write_json
 from contaccum.progress import StatusLine
 from contaccum.retrieval.encode import model_fingerprint
 from contaccum.retrieval.store import EmbeddingStore
@@ -109,7 +108,7 @@ def test_model_that_learns_is_better(root, trained):
 
 
 def test_candidates_have_one_numbering_in_terminal_and_record(root, trained):
-    record = json.loads((root / "better" / "result.json").read_text())
+    record = read_json(root / "better" / "result.json")
     printed = (root / "printed.txt").read_text()
     assert [row["number"] for row in record["candidates"]] == list(range(9))
     assert [row["rung"] for row in record["candidates"]] == [0] * 2 + [1] * 6 + [3]
@@ -144,7 +143,7 @@ def test_generated_questions_are_compared_on_dev_and_are_never_in_dev_or_test(ro
     options = {"generated": write_lines(tmp_path / "generated.jsonl", generated)}
     result = run_fit(root, tmp_path / "out", file, num_train_epochs=1, **options)
     assert " on generated questions: " in str(result.verdict)
-    record = json.loads((tmp_path / "out" / "result.json").read_text())
+    record = read_json(tmp_path / "out" / "result.json")
     names = {row["name"] for row in record["candidates"]}
     assert {"linear map, ridge 1", "linear map, ridge 1, with generated questions"} <= names
     maps = [row for row in record["candidates"] if row["system"] == "map"]
@@ -163,7 +162,7 @@ def test_generated_questions_are_compared_on_dev_and_are_never_in_dev_or_test(ro
 def searched(root: Path, trained: FitResult) -> dict[str, Path]:
     """{"free", "chosen": the run on test}, with the commands and the weights of the report."""
     test_folder = root / "better" / "data" / "test"
-    record = json.loads((root / "better" / "result.json").read_text())
+    record = read_json(root / "better" / "result.json")
     runs = {}
     for system, model in (("free", root / "fresh"), ("chosen", root / "better" / "model")):
         weight = record["candidates"][record[system]]["bm25_weight"]
@@ -188,12 +187,12 @@ def test_verdict_equals_an_evaluation_of_both_searches_on_the_test_folder(
         output = root / f"{system}_on_{kind}.json"
         options = ["--data", str(test_folder), "--split", kind, "--output", str(output)]
         assert main(["evaluate", "--run", str(run), *options]) == 0
-        scores[system] = json.loads(output.read_text())["metrics"]["NDCG@10"]
+        scores[system] = read_json(output)["metrics"]["NDCG@10"]
     verdict = trained.verdicts[kind]
     assert scores["free"] == pytest.approx(verdict.free, abs=1e-6)
     assert scores["chosen"] == pytest.approx(verdict.chosen, abs=1e-6)
     assert verdict.difference == pytest.approx(verdict.chosen - verdict.free)
-    record = json.loads((root / "better" / "result.json").read_text())
+    record = read_json(root / "better" / "result.json")
     assert record["candidates"][record["free"]]["bm25_weight"] > 0.0
     assert record["verdicts"][kind]["chosen"] == verdict.chosen
     assert [row[kind] for row in record["scores"]][2] == pytest.approx(verdict.free)
@@ -217,7 +216,7 @@ def test_no_text_is_in_two_of_train_dev_and_test(root, trained):
         texts[part] = set(dataset.queries.values())
         for judgements in load_beir_folder(data / part, "new").qrels.values():
             texts[part].update(dataset.corpus[document]["text"] for document in judgements)
-    rows = [json.loads(line) for line in (data / "train.jsonl").read_text().splitlines()]
+    rows = read_lines(data / "train.jsonl")
     texts["train"] = {row["query"] for row in rows} | {row["positive"] for row in rows}
     assert not texts["train"] & texts["dev"]
     assert not texts["train"] & texts["test"]
@@ -452,8 +451,7 @@ def test_fit_that_is_killed_in_each_stage_continues_to_the_same_verdict(
                 fit()
     assert fit().verdicts == trained.verdicts
     continued, whole = (
-        json.loads((folder / "result.json").read_text())
-        for folder in (tmp_path / "out", trained.folder)
+        read_json(folder / "result.json") for folder in (tmp_path / "out", trained.folder)
     )
     assert continued["scores"] == whole["scores"]
     for record in (continued, whole):
@@ -511,7 +509,7 @@ def test_store_for_query_side_fits_a_training_with_an_adapter(root, tmp_path):
     """The document tower of a query-side training has no adapter, as the base model has none."""
     options = {"method": "query_side", "learning_rate": 0.01, "num_train_epochs": 1, "lora_r": 2}
     result = run_fit(root, tmp_path / "out", **options)
-    candidates = json.loads((result.folder / "result.json").read_text())["candidates"]
+    candidates = read_json(result.folder / "result.json")["candidates"]
     rungs = [candidate["rung"] for candidate in candidates]
     assert rungs == [0] * 2 + [1] * 6 + [2] * 3  # nothing else is trained with this method
     assert candidates[-1]["settings"]["lora_r"] == 2
@@ -631,7 +629,7 @@ def test_refused_model_can_be_corrected_in_the_same_folder(root, tmp_path, monke
     kill_in_stage(monkeypatch, "encode_documents", after=False)
     with pytest.raises(Killed):
         contaccum.fit(root / "more.jsonl", model=root / "fresh", budget=600, **options)
-    split = json.loads((tmp_path / "out" / "data" / "split.json").read_text())
+    split = read_json(tmp_path / "out" / "data" / "split.json")
     assert split["train"] + split["dev"] + split["test"] == 160  # those of more.jsonl
 
 
@@ -692,7 +690,7 @@ def test_on_a_gpu_the_micro_batch_is_the_largest_that_its_memory_allows(
     monkeypatch.setattr(micro_batch, "try_micro_batch", run_out_of_memory_above_4)
     settings = replace(settings, output_dir=str(tmp_path / "run"), max_steps=2, use_cpu=True)
     train_and_save(settings)
-    record = json.loads((tmp_path / "run" / "identity.json").read_text())
+    record = read_json(tmp_path / "run" / "identity.json")
     assert (record["micro_batch"], record["resume"]["pairs per update"]) == (4, 16)
 
 
@@ -768,7 +766,7 @@ def test_two_processes_fit_one_model(root, tmp_path):
     assert done.returncode == 0, done.stderr[-2000:]
     lines = [line for line in done.stdout.splitlines() if line.startswith("BETTER: nDCG@10")]
     assert len(lines) == 1
-    assert json.loads((tmp_path / "out" / "result.json").read_text())["verdict"]["line"] == lines[0]
+    assert read_json(tmp_path / "out" / "result.json")["verdict"]["line"] == lines[0]
 
 
 KILLED_FIT = """
@@ -822,9 +820,7 @@ def test_two_processes_give_the_same_verdict_after_kills_in_all_stages(root, tmp
         fit(tmp_path / "killed", "ladder", "train", number)
     assert not (tmp_path / "killed" / "result.json").exists()
     fit(tmp_path / "killed")
-    whole, killed = (
-        json.loads((tmp_path / name / "result.json").read_text()) for name in ("whole", "killed")
-    )
+    whole, killed = (read_json(tmp_path / name / "result.json") for name in ("whole", "killed"))
     assert {row["rung"] for row in whole["candidates"]} == {0, 1, 2, 3, 4}
     for key in ("model", "verdicts", "scores", "chosen", "lines"):
         assert killed[key] == whole[key]
