@@ -86,10 +86,8 @@ def _print_error(message: str) -> int:
 
 
 def _print_help() -> None:
-    print("usage: contaccum COMMAND [OPTIONS]")
-    print()
+    print("usage: contaccum COMMAND [OPTIONS]\n")
     for command, description in COMMANDS.items():
         print(f"  {command:<11} {description}")
-    print()
-    print("contaccum COMMAND --help lists the options of a command.")
+    print("\ncontaccum COMMAND --help lists the options of a command.")
     print("--verbose shows the progress bars and messages of the libraries.")
