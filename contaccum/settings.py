@@ -37,12 +37,7 @@ import yaml
 from contaccum.errors import ConfigError, check_choice, closest
 
 Method = Literal[
-    "in_batch",
-    "grad_accum",
-    "grad_cache",
-    "contaccum",
-    "contaccum_cached",
-    "query_side",
+    "in_batch", "grad_accum", "grad_cache", "contaccum", "contaccum_cached", "query_side"
 ]
 METHODS: tuple[str, ...] = get_args(Method)
 """The methods differ in the source of a query's negatives; docs/training.md has a table."""
@@ -316,12 +311,7 @@ class TrainerSettings:
 
 @dataclass(frozen=True, kw_only=True)
 class Settings(
-    TrainerSettings,
-    SimilaritySettings,
-    LossSettings,
-    MethodSettings,
-    DataSettings,
-    ModelSettings,
+    TrainerSettings, SimilaritySettings, LossSettings, MethodSettings, DataSettings, ModelSettings
 ):
     """All settings of a training, with ``transformers``: its other arguments, by name.
 

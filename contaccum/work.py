@@ -63,13 +63,10 @@ def list_changes(earlier: Identity, current: Identity) -> list[str]:
     as_in_file = json.loads(json.dumps(redact(dict(current)), default=str))
     changes = []
     for name in {**earlier, **as_in_file}:
-        values = [str(content.get(name, "default")) for content in (earlier, as_in_file)]
-        if values[0] == values[1]:
-            continue
-        if max(len(value) for value in values) <= _MAX_SHOWN_VALUE:
-            changes.append(f"{name} ({values[0]}, now {values[1]})")
-        else:
-            changes.append(name)
+        before, now = (str(content.get(name, "default")) for content in (earlier, as_in_file))
+        if before != now:
+            is_short = max(len(before), len(now)) <= _MAX_SHOWN_VALUE
+            changes.append(f"{name} ({before}, now {now})" if is_short else name)
     return changes
 
 
@@ -219,10 +216,7 @@ def begin(folder: Path, identity: Identity, command: str, may_restart: bool) -> 
 
 
 def once(
-    folder: Path,
-    identity: Identity,
-    work: Callable[[], Mapping[str, Any]],
-    all_ranks: bool = False,
+    folder: Path, identity: Identity, work: Callable[[], Mapping[str, Any]], all_ranks: bool = False
 ) -> dict[str, Any]:
     """Return the result of ``work`` in a folder, a JSON object; it is done only once.
 

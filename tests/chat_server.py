@@ -1,11 +1,9 @@
 """A local chat server with OpenAI's interface for tests, with faults that can be switched on."""
 
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
-from threading import Lock
+from collections.abc import Callable
 from typing import Any
 
-from embedding_server import EmbeddingServer, run_server
+from embedding_server import EmbeddingServer
 
 
 def make_completion(text: Any, finish_reason: str = "stop") -> dict[str, Any]:
@@ -34,28 +32,15 @@ class ChatServer(EmbeddingServer):
         super().__init__(url, embed=lambda texts: None)  # type: ignore[arg-type,return-value]
         self.write = write
         self.model = "small"
-        self._lock = Lock()
 
     @property
     def passages(self) -> list[str]:
         """The last message of each request, in the order of the requests."""
         return [request["messages"][-1]["content"] for request in self.requests]
 
-    def respond(self, path: str, request: dict[str, Any], authorization: str | None) -> Any:
+    def reply(self, path: str, request: dict[str, Any]) -> Any:
         """Return status and content of an answer."""
-        with self._lock:
-            self.requests.append(request)
-            self.authorizations.append(authorization)
-            if self.statuses:
-                return self.statuses.pop(0), {"error": {"message": f"sent {authorization}"}}
         if path != "/v1/chat/completions" or request["model"] != self.model:
             return 404, {"error": {"message": f"no model {request['model']}"}}
         answer = self.write(request["messages"][-1]["content"])
         return 200, make_completion(answer) if isinstance(answer, str) else answer
-
-
-@contextmanager
-def run_chat_server(write: Callable[[str], Any]) -> Iterator[ChatServer]:
-    """Run a server in a thread."""
-    with run_server(write, ChatServer) as server:
-        yield server

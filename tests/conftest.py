@@ -62,7 +62,7 @@ def limit_file_size() -> Callable[[int], AbstractContextManager[None]]:
     def limit(num_bytes: int) -> Iterator[None]:
         soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
         with pytest.MonkeyPatch.context() as patch:
-            # Python would leave compiled modules that are cut off, and every later import would fail.
+            # Python would leave compiled modules that are cut off: later imports would fail.
             patch.setattr(sys, "dont_write_bytecode", True)
             patch.setenv("PYTHONDONTWRITEBYTECODE", "1")
             resource.setrlimit(resource.RLIMIT_FSIZE, (num_bytes, hard))

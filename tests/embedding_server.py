@@ -4,7 +4,7 @@ import json
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
-from threading import Thread
+from threading import Lock, Thread
 from typing import Any
 
 import numpy as np
@@ -52,13 +52,19 @@ class EmbeddingServer:
         self.location = ""
         self.requests: list[dict[str, Any]] = []
         self.authorizations: list[str | None] = []
+        self._lock = Lock()
 
     def respond(self, path: str, request: dict[str, Any], authorization: str | None) -> Any:
+        """Return the next status, or status and content of a right answer."""
+        with self._lock:
+            self.requests.append(request)
+            self.authorizations.append(authorization)
+            if self.statuses:
+                return self.statuses.pop(0), {"error": {"message": f"sent {authorization}"}}
+        return self.reply(path, request)
+
+    def reply(self, path: str, request: dict[str, Any]) -> Any:
         """Return status and content of an answer."""
-        self.requests.append(request)
-        self.authorizations.append(authorization)
-        if self.statuses:
-            return self.statuses.pop(0), {"error": f"sent {authorization}"}
         if path != "/v1/embeddings":
             return 404, {"error": "not found"}
         texts = request["input"]

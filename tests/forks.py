@@ -40,15 +40,19 @@ def wait(child: int) -> int:
     return os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
 
 
+def find_free_port() -> int:
+    with socket.socket() as free_socket:
+        free_socket.bind(("127.0.0.1", 0))
+        return free_socket.getsockname()[1]
+
+
 def run_on_ranks(error_folder: Path, num_ranks: int, work: Callable[[int], object]) -> list[int]:
     """Run ``work`` in forks that are the ranks of one process group; return their exit codes.
 
     Models must be created before the forks: transformers lets only the first rank write the folder
     that a model is loaded from.
     """
-    with socket.socket() as free_socket:
-        free_socket.bind(("127.0.0.1", 0))
-        port = free_socket.getsockname()[1]
+    port = find_free_port()
 
     def run_rank(rank: int) -> None:
         os.environ["RANK"] = str(rank)

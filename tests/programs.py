@@ -22,6 +22,13 @@ def run_program(program: str, *argv: Any) -> None:
         runpy.run_path(str(ROOT / program), run_name="__main__")
 
 
+def run_torchrun(*argv: object) -> subprocess.CompletedProcess[str]:
+    """Run torchrun on CPUs with options, a program and its arguments."""
+    environment = {**os.environ, "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}
+    command = [sys.executable, "-m", "torch.distributed.run", *map(str, argv)]
+    return subprocess.run(command, env=environment, capture_output=True, text=True, timeout=300)
+
+
 def run_forking_script(script: Path, argument: str, folder: Path) -> dict[str, Any]:
     """Run a script of the tests that uses `forks` in a new process; return the JSON it prints.
 

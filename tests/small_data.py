@@ -26,11 +26,8 @@ def read_lines(path: Path) -> list[Any]:
 
 def contents(folder: Path) -> dict[str, bytes]:
     """Return {path relative to the folder: bytes} for all files in a folder and its subfolders."""
-    bytes_by_path = {}
-    for path in folder.rglob("*"):
-        if path.is_file():
-            bytes_by_path[str(path.relative_to(folder))] = path.read_bytes()
-    return bytes_by_path
+    files = [path for path in folder.rglob("*") if path.is_file()]
+    return {str(file.relative_to(folder)): file.read_bytes() for file in files}
 
 
 def write_beir(
@@ -44,14 +41,12 @@ def write_beir(
         qrels: judgements (query id, document id, grade).
         split: name of the file of judgements.
     """
-    corpus_records = []
-    for document_id, (title, text) in documents.items():
-        corpus_records.append({"_id": document_id, "title": title, "text": text})
-    write_lines(folder / "corpus.jsonl", corpus_records)
-    query_records = []
-    for query_id, text in queries.items():
-        query_records.append({"_id": query_id, "text": text})
-    write_lines(folder / "queries.jsonl", query_records)
+    rows = [
+        {"_id": name, "title": title, "text": text} for name, (title, text) in documents.items()
+    ]
+    write_lines(folder / "corpus.jsonl", rows)
+    rows = [{"_id": name, "text": text} for name, text in queries.items()]
+    write_lines(folder / "queries.jsonl", rows)
     (folder / "qrels").mkdir()
     write_qrels(folder / "qrels" / f"{split}.tsv", qrels)
     return folder
@@ -59,10 +54,8 @@ def write_beir(
 
 def write_qrels(path: Path, qrels: list[tuple]) -> None:
     """Write judgements (query id, document id, grade) as a table with a header."""
-    lines = ["query-id\tcorpus-id\tscore\n"]
-    for query_id, document_id, grade in qrels:
-        lines.append(f"{query_id}\t{document_id}\t{grade}\n")
-    path.write_text("".join(lines))
+    lines = [f"{query}\t{document}\t{grade}\n" for query, document, grade in qrels]
+    path.write_text("".join(["query-id\tcorpus-id\tscore\n", *lines]))
 
 
 def write_judged_places(folder: Path, train: bool = False) -> Path:
@@ -97,10 +90,8 @@ def make_queries(prefix: str, texts: list[str]) -> dict[str, str]:
 
 def write_pairs(path: Path, queries: list[str], positives: list[str]) -> Path:
     """Write training pairs, a query and its positive in each line."""
-    records = []
-    for query, positive in zip(queries, positives, strict=True):
-        records.append({"query": query, "positive": positive})
-    return write_lines(path, records)
+    pairs = zip(queries, positives, strict=True)
+    return write_lines(path, [{"query": query, "positive": positive} for query, positive in pairs])
 
 
 def write_training_and_beir_data(root: Path, pairs: int) -> None:
@@ -127,11 +118,8 @@ def write_beir_to_mine(folder: Path) -> Path:
     Queries with an even number have three judgements, with the grades 1, 0 and 2. The others have
     two, with the grades 1 and 0.
     """
-    documents = {}
-    titles = sentences(30, 3, 2)
-    texts = sentences(30, 4, 9)
-    for number, (title, text) in enumerate(zip(titles, texts, strict=True)):
-        documents[f"d{number}"] = (title, text)
+    titles_and_texts = zip(sentences(30, 3, 2), sentences(30, 4, 9), strict=True)
+    documents = {f"d{number}": document for number, document in enumerate(titles_and_texts)}
     queries = make_queries("q", sentences(10, 5))
     qrels = []
     for number in range(len(queries)):

@@ -32,10 +32,10 @@ def run_scripts(
     """
     monkeypatch.chdir(tmp_path)
     shutil.copytree(tiny_model_path, "runs/mine/model")
-    documents = []
-    for row in range(25):
-        documents.append({"_id": f"id-{row}", "title": f"title {row}", "text": f"text {row} é"})
-    write_lines(tmp_path / "docs.jsonl", documents)
+    write_lines(
+        tmp_path / "docs.jsonl",
+        [{"_id": f"id-{n}", "title": f"title {n}", "text": f"text {n} é"} for n in range(25)],
+    )
     argv = ["encode", "runs/mine/model", "--corpus", "docs.jsonl", "--output", "stores/docs"]
     argv += ["--bm25", "--format", "parquet", "--shard_size", "10", "--device", "cpu"]
     assert main([*argv, "--no_progress"]) == 0

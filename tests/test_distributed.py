@@ -6,6 +6,7 @@ cases and saves its results in a file.
 
 import json
 import sys
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
@@ -61,10 +62,7 @@ class Towers(torch.nn.Module):
 
     def forward(self, columns: list[torch.Tensor]) -> list[torch.Tensor]:
         """Encode a column of queries, and further columns of passages and hard negatives."""
-        embeddings = [columns[0] @ self.query.T]
-        for column in columns[1:]:
-            embeddings.append(column @ self.passage.T)
-        return embeddings
+        return [columns[0] @ self.query.T, *(column @ self.passage.T for column in columns[1:])]
 
 
 def draw_micro_batch(
@@ -85,16 +83,12 @@ def draw_micro_batches(
     step: int, ranks: list[int], num_pairs: list[int], num_negatives: int
 ) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
     """Draw the micro-batches of several ranks, and concatenate them in rank order."""
-    inputs_of_ranks = []
-    ids_of_ranks = []
-    for rank in ranks:
-        inputs, ids = draw_micro_batch(step, rank, num_pairs[rank], num_negatives)
-        inputs_of_ranks.append(inputs)
-        ids_of_ranks.append(ids)
-    return concatenate_columns(inputs_of_ranks), concatenate_columns(ids_of_ranks)
+    drawn = [draw_micro_batch(step, rank, num_pairs[rank], num_negatives) for rank in ranks]
+    inputs, ids = zip(*drawn, strict=True)
+    return concatenate_columns(inputs), concatenate_columns(ids)
 
 
-def concatenate_columns(parts: list[list[torch.Tensor]]) -> list[torch.Tensor]:
+def concatenate_columns(parts: Iterable[list[torch.Tensor]]) -> list[torch.Tensor]:
     return [torch.cat(column) for column in zip(*parts, strict=True)]
 
 

@@ -13,8 +13,8 @@ from programs import ROOT, run_program
 from sample_texts import sentences
 from sentence_transformers import SentenceTransformer
 from small_data import write_judged_places
-from tiny_models import word_tokenizer
-from transformers import AutoModel, Qwen3Config
+from tiny_models import qwen3_config, word_tokenizer
+from transformers import AutoModel
 
 from contaccum.data import read_records
 from contaccum.retrieval.store import EmbeddingStore
@@ -98,15 +98,8 @@ def test_query_side_leaves_documents_and_saves_their_embeddings(
 
 def test_decoder_lora_saves_a_plain_model_with_last_token_pooling(run_example, tmp_path):
     backbone_path = tmp_path / "qwen3"
-    config = Qwen3Config(
-        vocab_size=len(word_tokenizer()),
-        hidden_size=32,
-        num_hidden_layers=1,
-        num_attention_heads=2,
-        num_key_value_heads=1,
-        head_dim=16,
-        intermediate_size=64,
-    )
+    config = qwen3_config(len(word_tokenizer()))
+    config.max_position_embeddings = 512  # the example reads passages of 256 tokens
     AutoModel.from_config(config).save_pretrained(backbone_path)
     word_tokenizer().save_pretrained(backbone_path)
 

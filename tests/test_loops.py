@@ -3,7 +3,6 @@
 import importlib.util
 import os
 import re
-import socket
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -14,6 +13,7 @@ import torch
 import torch.multiprocessing as mp
 from accelerate.state import AcceleratorState
 from datasets import Dataset
+from forks import find_free_port
 from sample_texts import sentences
 from tiny_models import tiny_encoder
 from torch import Tensor
@@ -21,7 +21,6 @@ from torch.optim.optimizer import register_optimizer_step_pre_hook
 from torch.utils.data import BatchSampler
 
 from contaccum import ContAccumTrainer, ContAccumTrainingArguments, DualEncoder
-from contaccum.bank.memory_bank import MemoryBank
 
 PAGE = (Path(__file__).parents[1] / "docs" / "loops.md").read_text(encoding="utf-8")
 SHARED = "What all loops share"
@@ -58,12 +57,16 @@ def run_loop(
     return namespace
 
 
-def get_bank(namespace: dict[str, Any]) -> MemoryBank:
+def run_to_the_end(section: str, model: DualEncoder, dataset: Dataset) -> dict[str, Tensor]:
+    """Run the code of a section; return weights and banked passages."""
+    namespace = run_loop(section, model, dataset)
     if "loss" in namespace:
-        return namespace["loss"].info_nce.bank
-    if "loss_fn" in namespace:
-        return namespace["loss_fn"].bank
-    return namespace["trainer"].lightning_module.loss_fn.bank
+        bank = namespace["loss"].info_nce.bank
+    elif "loss_fn" in namespace:
+        bank = namespace["loss_fn"].bank
+    else:
+        bank = namespace["trainer"].lightning_module.loss_fn.bank
+    return {**model.state_dict(), "banked passages": bank.documents}
 
 
 class Interrupted(Exception):
@@ -152,9 +155,7 @@ def test_interrupted_loop_ends_with_the_weights_of_the_plain_loop(
     # the loop in the middle of the 13th update.
     with pytest.raises(Interrupted):
         run_loop(section, make_model(interrupt_at=12 * 4 + 3), dataset)
-    model = make_model()
-    bank = get_bank(run_loop(section, model, dataset))
-    assert_all_equal({**model.state_dict(), "banked passages": bank.documents}, expected)
+    assert_all_equal(run_to_the_end(section, make_model(), dataset), expected)
 
 
 @pytest.mark.slow  # twenty updates and a restart, in each of two loops
@@ -178,9 +179,7 @@ def test_loop_that_is_killed_while_it_writes_the_bank_continues_from_a_complete_
         patch.setattr(safetensors.torch, "save_file", write_part_of_second_bank)
         with pytest.raises(Interrupted):
             run_loop(section, make_model(), dataset)
-    model = make_model()
-    bank = get_bank(run_loop(section, model, dataset))
-    assert_all_equal({**model.state_dict(), "banked passages": bank.documents}, expected)
+    assert_all_equal(run_to_the_end(section, make_model(), dataset), expected)
 
 
 def run_accelerate_loop_in_group(rank: int, folder: Path, port: int) -> None:
@@ -211,10 +210,7 @@ def run_accelerate_loop_in_group(rank: int, folder: Path, port: int) -> None:
 @pytest.mark.long  # two processes
 def test_accelerate_loop_of_two_processes_has_the_learning_rates_of_one_process(tmp_path):
     """DDP also accepts an encoder with a pooler, which gets no gradient."""
-    with socket.socket() as unused:
-        unused.bind(("localhost", 0))
-        port = unused.getsockname()[1]
-    mp.spawn(run_accelerate_loop_in_group, args=(tmp_path, port), nprocs=2)
+    mp.spawn(run_accelerate_loop_in_group, args=(tmp_path, find_free_port()), nprocs=2)
     ranks = [torch.load(tmp_path / f"{rank}.pt", weights_only=True) for rank in range(2)]
     expected_rates = [1e-3 * min(update / 4, (10 - update) / 6) for update in range(10)]
     for rank in ranks:

@@ -27,26 +27,16 @@ def move_weights(model: torch.nn.Module) -> None:
                 parameter.add_(torch.randn_like(parameter), alpha=0.1)
 
 
-def make_two_towers() -> DualEncoder:
-    return tiny_encoder(tied=False)
-
-
-def make_query_side() -> DualEncoder:
+def make_changed(change: Callable[..., object], *arguments: int) -> DualEncoder:
     model = tiny_encoder()
-    train_query_tower_alone(model)
+    change(model, *arguments)
     return model
 
 
-def make_adapted() -> DualEncoder:
-    model = tiny_encoder()
-    add_adapter(model, 2)
-    return model
-
-
-def make_query_adapter() -> DualEncoder:
-    model = tiny_encoder()
-    add_query_adapter(model, 2)
-    return model
+make_two_towers = partial(tiny_encoder, tied=False)
+make_query_side = partial(make_changed, train_query_tower_alone)
+make_adapted = partial(make_changed, add_adapter, 2)
+make_query_adapter = partial(make_changed, add_query_adapter, 2)
 
 
 @pytest.mark.parametrize(
@@ -79,9 +69,8 @@ def test_each_weight_is_the_weighted_mean_of_both_models(weight):
     move_weights(trained)
     model = merge_models(base, trained, weight)
     for name, base_tensor in base.state_dict().items():
-        expected = (1 - weight) * base_tensor.double() + weight * trained.state_dict()[
-            name
-        ].double()
+        trained_tensor = trained.state_dict()[name]
+        expected = (1 - weight) * base_tensor.double() + weight * trained_tensor.double()
         error = (model.state_dict()[name].double() - expected).abs().max()
         assert error <= 1e-7 * expected.abs().max()
 
@@ -116,22 +105,12 @@ def make_other_vocabulary() -> DualEncoder:
     return tiny_encoder(tokenizer=BertTokenizerFast(vocab=vocabulary, model_max_length=64))
 
 
-def make_bert(num_layers: int, width: int) -> DualEncoder:
-    return DualEncoder.from_backbone(
-        bert_config(num_layers, width, 16),
-        tokenizer=word_tokenizer(),
-        pooling="mean",
-        normalize=True,
-        device="cpu",
-    )
-
-
 @pytest.mark.parametrize(
     ("make_base", "message"),
     [
         (make_two_towers, "only the base model has two towers"),
-        (partial(make_bert, 1, 32), "shape of "),
-        (partial(make_bert, 2, 16), r"shape of .*layer\.1\."),
+        (lambda: tiny_encoder(config=bert_config(1, 32, 16)), "shape of "),
+        (lambda: tiny_encoder(config=bert_config(2, 16, 16)), r"shape of .*layer\.1\."),
         (lambda: tiny_encoder(normalize=False), "modules"),
         (make_other_vocabulary, "vocabulary"),
     ],

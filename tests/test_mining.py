@@ -21,6 +21,7 @@ from small_data import (
     write_pairs,
     write_pairs_to_mine,
 )
+from tiny_models import bert_config, tiny_encoder
 from transformers import BertForMaskedLM, BertForSequenceClassification
 
 from contaccum import DualEncoder
@@ -54,12 +55,10 @@ def beir(tmp_path_factory) -> Path:
 
 
 @pytest.fixture(scope="module")
-def cross_encoder(tiny_config, tiny_tokenizer, tmp_path_factory) -> Any:
+def cross_encoder(tiny_tokenizer, tmp_path_factory) -> Any:
     """Return a random cross-encoder whose logits spread over about 10 points."""
     path = tmp_path_factory.mktemp("mining") / "cross-encoder"
-    one_output = {"id2label": {0: "relevant"}, "label2id": {"relevant": 0}}
-    options = {**tiny_config.to_dict(), "initializer_range": 0.5, **one_output}
-    config = type(tiny_config)(**options)
+    config = bert_config(2, 32, 64, num_labels=1, initializer_range=0.5)
     torch.manual_seed(0)
     BertForSequenceClassification(config).save_pretrained(path)
     tiny_tokenizer.save_pretrained(path)
@@ -139,13 +138,9 @@ def test_random_sampling_depends_on_the_seed_alone(model, pairs):
 
 
 @pytest.mark.parametrize("similarity", ["cos", "dot"])
-def test_negatives_are_the_best_passages_that_are_not_excluded(
-    tiny_config, tiny_tokenizer, beir, similarity
-):
+def test_negatives_are_the_best_passages_that_are_not_excluded(beir, similarity):
     """Their scores are the model's."""
-    model = DualEncoder.from_backbone(
-        tiny_config, tokenizer=tiny_tokenizer, pooling="mean", tied=False, device="cpu"
-    )
+    model = tiny_encoder(tied=False, normalize=False)
     data = load_mining_data(beir)
     mined = mine(model, data, similarity=similarity, num_negatives=4)
     is_cosine = similarity == "cos"
@@ -205,13 +200,6 @@ def test_bm25_mines_only_passages_with_a_word_of_the_query(tmp_path):
         mine(None, write_pairs(tmp_path / "other.jsonl", ["a cat"], ["a b"]))
 
 
-def compute_logits(cross_encoder: Any, query: str, passages: list[str]) -> list[float]:
-    if not passages:
-        return []
-    texts = [(query, passage) for passage in passages]
-    return cross_encoder.predict(texts, activation_fn=torch.nn.Identity()).tolist()
-
-
 @pytest.mark.parametrize("sampling", ["top", "random"])
 def test_a_cross_encoder_drops_candidates_close_to_the_positives(
     model, cross_encoder, pairs, sampling
@@ -231,7 +219,10 @@ def test_a_cross_encoder_drops_candidates_close_to_the_positives(
     for number, query in enumerate(mined.data.queries):
 
         def compute(rows: Iterable[int], text: str = query.text) -> list[float]:
-            return compute_logits(cross_encoder, text, get_passages(mined.data, rows))
+            texts = [(text, passage) for passage in get_passages(mined.data, rows)]
+            if not texts:
+                return []
+            return cross_encoder.predict(texts, activation_fn=torch.nn.Identity()).tolist()
 
         positive_logits = compute(query.positives)
         candidates = without_cross_encoder.rows[number].tolist()

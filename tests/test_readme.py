@@ -142,17 +142,13 @@ def make_fits() -> list[str]:
         for system in ("base", "base_with_bm25", "trained_with_bm25"):
             rows = [cell["scores"][system] for cell in cells]
             scores[system] = [100 * row.get(kind, row["NDCG@10"]) for row in rows]
-        gains = [
-            trained - free
-            for free, trained in zip(
-                scores["base_with_bm25"], scores["trained_with_bm25"], strict=True
-            )
-        ]
+        free, trained = scores["base_with_bm25"], scores["trained_with_bm25"]
+        gains = [after - before for before, after in zip(free, trained, strict=True)]
         words = Counter(cell["verdicts"][kind]["word"] for cell in cells)
         columns = [
             f"{data}, {kind}",
-            f"{fmean(scores['base_with_bm25']):.1f}",
-            f"{fmean(scores['trained_with_bm25']):.1f}",
+            f"{fmean(free):.1f}",
+            f"{fmean(trained):.1f}",
             f"{fmean(gains):+.1f} ({stdev(gains):.1f})",
             ", ".join(f"{number} {word}" for word, number in sorted(words.items())),
         ]

@@ -124,9 +124,7 @@ def test_only_the_command_line_can_allow_remote_code(tmp_path):
     assert not read([config, "--trust_remote_code=false"])["trust_remote_code"]
     config = write_config(tmp_path, train_data=["d", "--trust_remote_code"])
     assert read([config]) == {"train_data": ["d", "--trust_remote_code"]}
-
-
-def test_a_written_config_says_that_it_needs_the_flag(tmp_path):
+    # A config that is written says that it needs the flag.
     text = to_yaml(make(model="m", trust_remote_code=True))
     assert text.startswith("#") and "--trust_remote_code" in text
     assert read([write_config(tmp_path, text=text)]) == {"model": "m"}

@@ -20,11 +20,11 @@ from sentence_transformers.sentence_transformer.losses import (
     MultipleNegativesRankingLoss,
 )
 from sentence_transformers.sentence_transformer.modules import StaticEmbedding
-from tiny_models import qwen3_config
+from tiny_models import qwen3_config, tiny_encoder
 from torch import nn
 from transformers import DataCollatorWithFlattening
 
-from contaccum import CachedContAccumLoss, ContAccumLoss, DualEncoder
+from contaccum import CachedContAccumLoss, ContAccumLoss
 
 PAGE = (Path(__file__).parents[1] / "docs" / "stack.md").read_text(encoding="utf-8")
 LOSSES: dict[str, Callable[[Any], nn.Module]] = {
@@ -46,9 +46,7 @@ class Case:
         self.tokenizer = tokenizer
         self.config = config
         self.folder = folder
-        self.model: Any = DualEncoder.from_backbone(
-            config, tokenizer=tokenizer, pooling="mean", device="cpu"
-        )
+        self.model: Any = tiny_encoder(config=config, normalize=False)
         self.columns = {
             "anchor": sentences(48, 1, 3),
             "positive": sentences(48, 2, 9),
@@ -117,9 +115,7 @@ def use_torch_compile(case: Case) -> None:
 
 def use_unpadded_inputs(case: Case) -> None:
     config = qwen3_config(len(case.tokenizer))
-    case.model = DualEncoder.from_backbone(
-        config, tokenizer=case.tokenizer, pooling="mean", device="cpu"
-    )
+    case.model = tiny_encoder(config=config, normalize=False)
     flatten = DataCollatorWithFlattening(return_flash_attn_kwargs=True)
 
     def preprocess(texts: list[str], prompt: Any = None, **_: Any) -> dict[str, Any]:
@@ -174,9 +170,7 @@ def use_matryoshka_loss(case: Case) -> None:
 
 
 def use_router(case: Case) -> None:
-    case.model = DualEncoder.from_backbone(
-        case.config, tied=False, tokenizer=case.tokenizer, pooling="mean", device="cpu"
-    )
+    case.model = tiny_encoder(tied=False, config=case.config, normalize=False)
     case.arguments["router_mapping"] = {
         "anchor": "query",
         "positive": "document",

@@ -13,6 +13,7 @@ import pytest
 import torch
 from sentence_transformers import CrossEncoder, SentenceTransformer
 from sentence_transformers.sentence_transformer.modules import Dense, Router
+from tiny_models import bert_config, tiny_encoder
 from transformers import AutoModel, BertForSequenceClassification
 
 from contaccum import DualEncoder
@@ -45,22 +46,14 @@ def harmless(tiny_config, tiny_tokenizer, tmp_path_factory) -> Path:
     root = tmp_path_factory.mktemp("harmless")
     torch.manual_seed(0)
     AutoModel.from_config(tiny_config).save_pretrained(root / "backbone")
-    options = tiny_config.to_dict()
-    options["id2label"] = {0: "relevant"}  # one output
-    options["label2id"] = {"relevant": 0}
-    cross_config = type(tiny_config)(**options)
+    cross_config = bert_config(2, 32, 64, num_labels=1)
     BertForSequenceClassification(cross_config).save_pretrained(root / "cross")
     for name in ("backbone", "cross"):
         tiny_tokenizer.save_pretrained(root / name)
-    tied = DualEncoder.from_backbone(
-        tiny_config, tokenizer=tiny_tokenizer, pooling="mean", tied=True
-    )
-    tied.append(Dense(32, 32))
+    tied = tiny_encoder()
+    tied.append(Dense(16, 16))
     tied.save_pretrained(str(root / "tied"))
-    untied = DualEncoder.from_backbone(
-        tiny_config, tokenizer=tiny_tokenizer, pooling="mean", tied=False
-    )
-    untied.save_pretrained(str(root / "untied"))
+    tiny_encoder(tied=False).save_pretrained(str(root / "untied"))
     return root
 
 
@@ -95,9 +88,7 @@ def write_own_code(folder: Path, mark: Path) -> None:
 
 def change_entries(file: Path, **entries: Any) -> None:
     """Set entries of a JSON file."""
-    content = json.loads(file.read_text())
-    content.update(entries)
-    file.write_text(json.dumps(content))
+    file.write_text(json.dumps({**json.loads(file.read_text()), **entries}))
 
 
 def change_module_type(model: Path, number: int, name: str) -> Path:
@@ -113,9 +104,7 @@ def change_router_type(model: Path, name: str) -> Path:
     """Let a class be the type of the first module in router_config.json; return this file."""
     file = model / "router_config.json"
     types = json.loads(file.read_text())["types"]
-    first_module = next(iter(types))
-    types[first_module] = name
-    change_entries(file, types=types)
+    change_entries(file, types={**types, next(iter(types)): name})
     return file
 
 

@@ -50,19 +50,22 @@ def qwen3_config(vocab_size: int) -> Qwen3Config:
     )
 
 
-def tiny_encoder(tied: bool = True, dropout: float = 0.0, **settings: Any) -> Any:
+def tiny_encoder(
+    tied: bool = True, dropout: float = 0.0, config: Any = None, **settings: Any
+) -> Any:
     """Return a fresh DualEncoder of one layer and 16 dimensions, always with the same weights.
 
     Args:
         tied: whether both towers share one encoder.
         dropout: dropout of the encoder.
+        config: config of another encoder.
         **settings: arguments of ``DualEncoder.from_backbone``.
     """
     # The import takes seconds, and the tests that use only a tokenizer or a config do not need it.
     from contaccum import DualEncoder
 
     set_seed(7)
-    config = bert_config(
+    config = config or bert_config(
         1, 16, 16, hidden_dropout_prob=dropout, attention_probs_dropout_prob=dropout
     )
     defaults = {

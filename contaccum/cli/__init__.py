@@ -40,13 +40,10 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Run ``contaccum ARGV``, by default that of ``sys.argv``, and return the exit code."""
     if argv is None:
         argv = sys.argv[1:]
-    if not argv:
+    if not argv or argv[0] in ("-h", "--help"):
         _print_help()
-        return 2
+        return 0 if argv else 2
     command = argv[0]
-    if command in ("-h", "--help"):
-        _print_help()
-        return 0
     if command == "--version":
         print(f"contaccum {__version__}")
         return 0
@@ -89,10 +86,8 @@ def _print_error(message: str) -> int:
 
 
 def _print_help() -> None:
-    print("usage: contaccum COMMAND [OPTIONS]")
-    print()
+    print("usage: contaccum COMMAND [OPTIONS]\n")
     for command, description in COMMANDS.items():
         print(f"  {command:<11} {description}")
-    print()
-    print("contaccum COMMAND --help lists the options of a command.")
+    print("\ncontaccum COMMAND --help lists the options of a command.")
     print("--verbose shows the progress bars and messages of the libraries.")

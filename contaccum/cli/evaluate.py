@@ -20,11 +20,7 @@ from contaccum.files import require_writable, write_json, write_text
 
 
 def run(argv: Sequence[str]) -> int:
-    """Score a model or a run, and write records and tables.
-
-    Returns:
-        Exit code 0, or 1 if the result does not meet ``--require``.
-    """
+    """Score a model or a run; return exit code 0, or 1 if it does not meet ``--require``."""
     args = _parse_arguments(argv)
     shown_metrics = metrics.check_metrics(args.metrics)
     k_values = metrics.get_k_values(shown_metrics)
@@ -116,7 +112,6 @@ def run(argv: Sequence[str]) -> int:
 
 
 def _parse_arguments(argv: Sequence[str]) -> argparse.Namespace:
-    """Parse the command line, and refuse options that cannot be combined."""
     parser = Parser(
         "evaluate",
         "Score a model or a run on BEIR data.",

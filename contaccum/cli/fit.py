@@ -23,11 +23,7 @@ DEMO_LENGTH = 128  # tokens of a passage; the answers are longer, but the time i
 
 
 def run(argv: Sequence[str]) -> int:
-    """Train a retriever, and print and write the verdict.
-
-    Returns:
-        Exit code 0, or 1 if a verdict is not the one that ``--require`` demands.
-    """
+    """Train, and print the verdict; return exit code 0, or 1 if it does not meet ``--require``."""
     parser = _make_parser()
     args, training_arguments = parser.parse_known_args(argv)
     settings = read(training_arguments, parser.option_names)

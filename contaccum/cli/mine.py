@@ -53,13 +53,11 @@ def run(argv: Sequence[str]) -> int:
         **rules,
     )
     record: dict[str, Any] = {"model": {"name": args.model}, **provenance()}
-    if cross_encoder is not None:
-        record["cross_encoder"] = {"name": args.cross_encoder}
     for role, loaded in (("model", model), ("cross_encoder", cross_encoder)):
         if loaded is not None:
             from contaccum.retrieval.encode import model_fingerprint
 
-            record[role]["fingerprint"] = model_fingerprint(loaded)
+            record[role] = {"name": getattr(args, role), "fingerprint": model_fingerprint(loaded)}
     written_files = mining.write_mined(mined, args.output, record)
     print(
         f"{mined.record()['queries_with_too_few']} of {data.record['queries']} queries have fewer "

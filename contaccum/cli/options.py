@@ -27,10 +27,7 @@ class Parser(argparse.ArgumentParser):
         self, command: str, description: str, *shared_options: str, usage: str | None = None
     ) -> None:
         super().__init__(
-            prog=f"contaccum {command}",
-            usage=usage,
-            description=description,
-            allow_abbrev=False,
+            prog=f"contaccum {command}", usage=usage, description=description, allow_abbrev=False
         )
         for name in shared_options:
             if name in SHARED_OPTIONS:

@@ -12,7 +12,7 @@ from typing import Any
 from contaccum import __version__, questions, work
 from contaccum.cli.options import Parser, load_model, positive_int, print_at_once
 from contaccum.data.corpus import read_texts
-from contaccum.data.records import parse_columns, read_records
+from contaccum.data.records import read_records
 from contaccum.data.rows import RecordReport
 from contaccum.encoders.names import require_model
 from contaccum.errors import ConfigError, DataError, quoted
@@ -49,8 +49,7 @@ def run(argv: Sequence[str]) -> int:
         )
     pairs = []
     if args.like is not None:
-        columns = parse_columns(args.data_columns)
-        for pair in read_records(args.like, columns=columns):
+        for pair in read_records(args.like, columns=args.data_columns):
             pairs.append((pair.query, pair.positives[0]))
     manner = f"like those of {args.like}" if pairs else f"of {len(questions.KINDS)} kinds"
     print_at_once(f"{len(documents):,} documents: asking {args.llm} for questions {manner}")

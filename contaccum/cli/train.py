@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from pathlib import Path
 
 from contaccum.cli.options import Parser, is_first_process, print_at_once
@@ -17,19 +16,6 @@ from contaccum.retrieval.store import EmbeddingStore
 from contaccum.settings import Settings, add_options, read, replace, require_complete
 
 
-@contextmanager
-def _log_to_stderr() -> Iterator[None]:
-    """Write the log messages of contaccum (from INFO on) and of libraries to standard error."""
-    handler = logging.StreamHandler()
-    logging.getLogger().addHandler(handler)
-    logging.getLogger("contaccum").setLevel(logging.INFO)
-    try:
-        yield
-    finally:
-        logging.getLogger().removeHandler(handler)
-
-
-@_log_to_stderr()
 def run(argv: Sequence[str]) -> int:
     """Train by ``[CONFIG.yaml ...] [--key value ...]``, save the model, and return exit code 0."""
     if "-h" in argv or "--help" in argv:
@@ -43,6 +29,9 @@ def run(argv: Sequence[str]) -> int:
         )
         add_options(parser)
         parser.parse(["--help"])  # this call ends the process
+    # Messages of contaccum (from INFO on) and of libraries go to standard error.
+    logging.basicConfig(format="%(message)s")
+    logging.getLogger("contaccum").setLevel(logging.INFO)
     settings = replace(Settings(), **read(argv))
     require_complete(settings)
     print_at_once(f"training {settings.model} by {settings.method}")

@@ -108,12 +108,11 @@ def train(
         if torch.cuda.is_available():
             torch.cuda.empty_cache()
 
-    def read() -> tuple[float, list[float]]:
+    def read() -> Trained:
         for checkpoint in output.glob("checkpoint-*"):
             shutil.rmtree(checkpoint)
         lines = read_log(output / TRAIN_LOG)
-        seconds = sum(line["seconds"] for line in lines)
-        return seconds, [line["learning_rate"] for line in lines]
+        rates = [line["learning_rate"] for line in lines]
+        return Trained(len(lines), sum(line["seconds"] for line in lines), rates)
 
-    used, rates = work.on_first_rank(read)
-    return Trained(len(rates), used, rates)
+    return work.on_first_rank(read)

@@ -18,11 +18,10 @@ from html import escape
 from pathlib import Path
 from typing import Any
 
-import yaml
-
 from contaccum import __version__
 from contaccum.data.rows import passage_text
 from contaccum.redaction import redact
+from contaccum.settings import to_yaml
 
 _FOLDER = Path(__file__).parent
 RUNGS = ("no training", "linear map", "query tower", "both towers", "both towers, further")
@@ -73,11 +72,7 @@ def build_fit_page(record: Mapping[str, Any], folder: Path) -> str:
         dev_kinds=[kind for kind in candidates[0]["scores"] if kind != "all"],  # it is the mean
         chosen=chosen,
         recommended=candidates[record["recommended"]],
-        config=yaml.safe_dump(
-            {name: show_path(value) for name, value in chosen["settings"].items()},
-            sort_keys=False,
-            allow_unicode=True,
-        ),
+        config=to_yaml({name: show_path(value) for name, value in chosen["settings"].items()}),
         style=(_FOLDER / "page.css").read_text(encoding="utf-8"),
         created=f"contaccum {__version__}, {record['made_with']['time']}",
     )

@@ -4,15 +4,13 @@ Killed processes are tested in tests/retrieval/test_store.py.
 """
 
 import json
-import os
-import subprocess
-import sys
 from pathlib import Path
 
 import numpy as np
 import pytest
+from programs import run_torchrun
 from sample_texts import sentences
-from small_data import write_beir
+from small_data import make_documents, write_beir
 from tiny_models import tiny_encoder
 
 from contaccum import DualEncoder
@@ -96,12 +94,9 @@ def test_precision_and_dtype_are_independent(root, store_folder, tmp_path):
 
 @pytest.mark.long
 def test_two_processes_write_the_store_of_one_process(root, store_folder, tmp_path):
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
-    command += ["--nproc_per_node", "2", "-m", "contaccum.cli"]
-    command += ["encode", str(root / "model"), "--no_progress", "--shard_size", "16"]
-    command += ["--corpus", str(root / "beir" / "corpus.jsonl"), "--output", str(tmp_path / "s")]
-    environment = {**os.environ, "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}
-    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=300)
+    argv = ["encode", root / "model", "--no_progress", "--shard_size", 16]
+    argv += ["--corpus", root / "beir" / "corpus.jsonl", "--output", tmp_path / "s"]
+    done = run_torchrun("--standalone", "--nproc_per_node", 2, "-m", "contaccum.cli", *argv)
     assert done.returncode == 0, done.stderr[-3000:]
     store = EmbeddingStore.open(tmp_path / "s")
     expected = EmbeddingStore.open(store_folder)
@@ -136,9 +131,8 @@ def test_repeated_ids_are_refused(tmp_path, last):
 
 def test_passages_longer_than_the_model_reads_are_counted(root, tmp_path, capsys):
     """A passage of eight tokens fits; the one that occurs twice counts once."""
-    words = [6, 7, 7, 1, 6]  # and two special tokens
-    texts = [f"{'cat ' * number}" for number in words]
-    documents = {f"d{number}": ("", text) for number, text in enumerate(texts)}
+    texts = ["cat " * num_words for num_words in (6, 7, 7, 1, 6)]  # and two special tokens
+    documents = make_documents("d", texts)
     write_beir(tmp_path / "beir", documents, {}, [])
     tiny_encoder().save_pretrained(str(tmp_path / "model"))
     argv = ["encode", str(tmp_path / "model"), "--corpus", str(tmp_path / "beir")]

@@ -3,7 +3,6 @@
 import json
 import random
 import shutil
-import socket
 import subprocess
 import sys
 import threading
@@ -12,7 +11,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from chat_server import ChatServer, make_completion, run_chat_server
+from chat_server import ChatServer, make_completion
+from embedding_server import run_server
+from forks import find_free_port
 from small_data import read_lines, write_lines, write_pairs
 from tiny_models import tiny_encoder
 
@@ -52,7 +53,7 @@ def _environment(monkeypatch) -> None:
 
 @pytest.fixture
 def server() -> Iterator[ChatServer]:
-    with run_chat_server(ask_about) as running_server:
+    with run_server(ask_about, ChatServer) as running_server:
         yield running_server
 
 
@@ -152,10 +153,7 @@ def test_answers_that_are_no_questions_are_left_out_and_counted(
 
     server.write = write
     assert run("--like", str(pairs)) == 0
-    records = {
-        record["document_id"]: record["query"]
-        for record in read_lines(tmp_path / "questions.jsonl")
-    }
+    records = {record["document_id"]: record["query"] for record in read_lines(output)}
     left_out = {f"d{n}" for n in (0, 1, 2, 3, 4, 5, 6, 7, 12, 14)}
     missing = {f"d{n}" for n in range(NUM_DOCUMENTS)} - records.keys()
     assert missing == left_out
@@ -361,14 +359,9 @@ def test_a_small_language_model_writes_questions_to_train_on(tmp_path, output):
     pairs = list(read_records(root / "examples" / "medquad.csv"))[:60]
     rows = [{"_id": f"d{n}", "text": pair.positives[0]} for n, pair in enumerate(pairs[8:])]
     docs = write_lines(tmp_path / "docs.jsonl", rows)
-    like = write_pairs(
-        tmp_path / "like.jsonl",
-        [pair.query for pair in pairs[:8]],
-        [pair.positives[0] for pair in pairs[:8]],
-    )
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
+    queries, positives = zip(*((pair.query, pair.positives[0]) for pair in pairs[:8]), strict=True)
+    like = write_pairs(tmp_path / "like.jsonl", queries, positives)
+    port = find_free_port()
     server = [sys.executable, str(root / "tests" / "llama_server.py"), str(port)]
     with subprocess.Popen(server, stdout=subprocess.PIPE) as process:
         try:
@@ -385,7 +378,5 @@ def test_a_small_language_model_writes_questions_to_train_on(tmp_path, output):
     tiny_encoder().save_pretrained(str(tmp_path / "model"))
     argv = ["fit", str(output), "--model", str(tmp_path / "model"), "--corpus", str(docs)]
     assert main([*argv, "--budget", "30s", "--output", str(tmp_path / "fit")]) == 0
-    assert (
-        " on generated questions: "
-        in json.loads((tmp_path / "fit/result.json").read_text())["verdict"]["line"]
-    )
+    verdict = json.loads((tmp_path / "fit/result.json").read_text())["verdict"]
+    assert " on generated questions: " in verdict["line"]

@@ -81,6 +81,7 @@ def test_help_and_work_without_a_model_import_nothing_slow(folder):
         assert end[:2] == [0, []], (command, end)
 
 
+TRAIN = "train --model model --output_dir out --train_data pairs.jsonl"
 REFUSED = {
     **{f"{command} --no_such_option 1": "no_such_option" for command in COMMANDS},
     "split nothing.jsonl out": "nothing.jsonl",
@@ -103,12 +104,9 @@ REFUSED = {
     "train --model model --output_dir out": "train_data",
     "train --model ./nothing --output_dir out --train_data pairs.jsonl": "./nothing",
     "train --model model --output_dir out --train_data nothing.jsonl": "nothing.jsonl",
-    "train --model model --output_dir out --train_data pairs.jsonl "
-    "--eval_data nothing --eval_strategy epoch": "nothing",
-    "train --model model --output_dir out --train_data pairs.jsonl "
-    "--second_stage nothing.jsonl": "nothing.jsonl",
-    "train --model model --output_dir out --train_data pairs.jsonl "
-    "--method query_side --passage_store beir": "beir",
+    f"{TRAIN} --eval_data nothing --eval_strategy epoch": "nothing",
+    f"{TRAIN} --second_stage nothing.jsonl": "nothing.jsonl",
+    f"{TRAIN} --method query_side --passage_store beir": "beir",
     "mine model --data nothing.jsonl --output out": "nothing.jsonl",
     "mine model --data pairs.jsonl --output out --corpus nothing.jsonl": "nothing.jsonl",
     "mine model --data pairs.jsonl --output pairs.jsonl": "pairs.jsonl",

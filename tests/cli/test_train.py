@@ -1,14 +1,12 @@
 """`contaccum train`: output, resuming, refused settings, examples of the docs, torchrun."""
 
 import json
-import os
 import re
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 import yaml
+from programs import run_torchrun
 from sample_texts import sentences
 from small_data import read_lines, write_lines, write_pairs
 
@@ -149,11 +147,8 @@ def test_torchrun_reads_data_once_and_prints_on_rank_0_only(places, train, tmp_p
         "num_train_epochs": 1,
     }
     (tmp_path / "config.yaml").write_text(yaml.safe_dump(config))
-    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
     options_of_two_processes = options.replace("node 8", "node 2").split()
-    command = [sys.executable, "-m", "torch.distributed.run", *options_of_two_processes]
-    command.append(str(tmp_path / "config.yaml"))
-    done = subprocess.run(command, env=environment, capture_output=True, text=True)
+    done = run_torchrun(*options_of_two_processes, tmp_path / "config.yaml")
     assert done.returncode == 0, done.stderr[-3000:]
     for text in ("saved ", "24 "):  # the number of pairs is printed when the data are read
         lines = [line for line in done.stdout.splitlines() if text in line]

@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-import json
 import os
 import random
 import re
 import shutil
-import subprocess
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -17,6 +15,7 @@ from typing import Any
 import pytest
 import torch
 import yaml
+from programs import run_torchrun
 from sample_texts import WORDS
 from small_data import read_lines, write_lines
 from tiny_models import tiny_encoder
@@ -36,7 +35,7 @@ from contaccum.experiments.folds import Pairs
 from contaccum.experiments.request import read_given
 from contaccum.experiments.run import Job, Trained
 from contaccum.experiments.verdict import ScoreColumns, compute_verdicts
-from contaccum.files import write_json
+from contaccum.files import read_json, write_json
 from contaccum.progress import StatusLine
 from contaccum.retrieval.encode import model_fingerprint
 from contaccum.retrieval.store import EmbeddingStore
@@ -68,6 +67,14 @@ def root(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return root
 
 
+def run_fit(
+    root: Path, output: Path, pairs: str | Path = "pairs.jsonl", **options: Any
+) -> FitResult:
+    """Fit the untrained model to pairs on one split, unless the options say otherwise."""
+    defaults = {"model": root / "fresh", "budget": "10m", "test": 100, **SETTINGS}
+    return contaccum.fit(root / pairs, output=output, **{**defaults, **options})
+
+
 @pytest.fixture(scope="module")
 def trained(root: Path) -> FitResult:
     """A fit at a good learning rate, on one split: 100 test queries are enough.
@@ -75,16 +82,8 @@ def trained(root: Path) -> FitResult:
     Half of them are about passages that training knows from other queries.
     """
     lines: list[str] = []
-    result = contaccum.fit(
-        root / "questions.jsonl",
-        model=str(root / "fresh"),
-        budget="10m",
-        output=root / "better",
-        test=100,
-        print_line=lines.append,
-        learning_rate=0.01,
-        **SETTINGS,
-    )
+    options = {"print_line": lines.append, "learning_rate": 0.01}
+    result = run_fit(root, root / "better", "questions.jsonl", **options)
     (root / "printed.txt").write_text("\n".join(lines))
     return result
 
@@ -109,7 +108,7 @@ def test_model_that_learns_is_better(root, trained):
 
 
 def test_candidates_have_one_numbering_in_terminal_and_record(root, trained):
-    record = json.loads((root / "better" / "result.json").read_text())
+    record = read_json(root / "better" / "result.json")
     printed = (root / "printed.txt").read_text()
     assert [row["number"] for row in record["candidates"]] == list(range(9))
     assert [row["rung"] for row in record["candidates"]] == [0] * 2 + [1] * 6 + [3]
@@ -140,17 +139,11 @@ def test_generated_questions_are_compared_on_dev_and_are_never_in_dev_or_test(ro
     """The data are generated too, and the verdict says so."""
     data = [{**pair, "generated_by": "a model"} for pair in make_translations(200, 0)]
     generated = [{**pair, "generated_by": "a model"} for pair in make_translations(100, 3)]
-    result = contaccum.fit(
-        write_lines(tmp_path / "data.jsonl", data),
-        model=str(root / "fresh"),
-        budget="10m",
-        output=tmp_path / "out",
-        test=100,
-        generated=write_lines(tmp_path / "generated.jsonl", generated),
-        **{**SETTINGS, "num_train_epochs": 1},
-    )
+    file = write_lines(tmp_path / "data.jsonl", data)
+    options = {"generated": write_lines(tmp_path / "generated.jsonl", generated)}
+    result = run_fit(root, tmp_path / "out", file, num_train_epochs=1, **options)
     assert " on generated questions: " in str(result.verdict)
-    record = json.loads((tmp_path / "out" / "result.json").read_text())
+    record = read_json(tmp_path / "out" / "result.json")
     names = {row["name"] for row in record["candidates"]}
     assert {"linear map, ridge 1", "linear map, ridge 1, with generated questions"} <= names
     maps = [row for row in record["candidates"] if row["system"] == "map"]
@@ -169,7 +162,7 @@ def test_generated_questions_are_compared_on_dev_and_are_never_in_dev_or_test(ro
 def searched(root: Path, trained: FitResult) -> dict[str, Path]:
     """{"free", "chosen": the run on test}, with the commands and the weights of the report."""
     test_folder = root / "better" / "data" / "test"
-    record = json.loads((root / "better" / "result.json").read_text())
+    record = read_json(root / "better" / "result.json")
     runs = {}
     for system, model in (("free", root / "fresh"), ("chosen", root / "better" / "model")):
         weight = record["candidates"][record[system]]["bm25_weight"]
@@ -194,12 +187,12 @@ def test_verdict_equals_an_evaluation_of_both_searches_on_the_test_folder(
         output = root / f"{system}_on_{kind}.json"
         options = ["--data", str(test_folder), "--split", kind, "--output", str(output)]
         assert main(["evaluate", "--run", str(run), *options]) == 0
-        scores[system] = json.loads(output.read_text())["metrics"]["NDCG@10"]
+        scores[system] = read_json(output)["metrics"]["NDCG@10"]
     verdict = trained.verdicts[kind]
     assert scores["free"] == pytest.approx(verdict.free, abs=1e-6)
     assert scores["chosen"] == pytest.approx(verdict.chosen, abs=1e-6)
     assert verdict.difference == pytest.approx(verdict.chosen - verdict.free)
-    record = json.loads((root / "better" / "result.json").read_text())
+    record = read_json(root / "better" / "result.json")
     assert record["candidates"][record["free"]]["bm25_weight"] > 0.0
     assert record["verdicts"][kind]["chosen"] == verdict.chosen
     assert [row[kind] for row in record["scores"]][2] == pytest.approx(verdict.free)
@@ -223,7 +216,7 @@ def test_no_text_is_in_two_of_train_dev_and_test(root, trained):
         texts[part] = set(dataset.queries.values())
         for judgements in load_beir_folder(data / part, "new").qrels.values():
             texts[part].update(dataset.corpus[document]["text"] for document in judgements)
-    rows = [json.loads(line) for line in (data / "train.jsonl").read_text().splitlines()]
+    rows = read_lines(data / "train.jsonl")
     texts["train"] = {row["query"] for row in rows} | {row["positive"] for row in rows}
     assert not texts["train"] & texts["dev"]
     assert not texts["train"] & texts["test"]
@@ -275,7 +268,7 @@ def test_verdict_on_few_test_queries_is_over_the_splits_for_which_there_is_time(
     root, tmp_path, monkeypatch, left_for_splits, num_folds
 ):
     lines: list[str] = []
-    settings = {**SETTINGS, "learning_rate": 0.01, "num_train_epochs": 1}
+    options = {"test": 40, "future": "both", "print_line": lines.append}
 
     def climb_and_set_clock(ladder: Any) -> None:
         climb(ladder)
@@ -283,16 +276,9 @@ def test_verdict_on_few_test_queries_is_over_the_splits_for_which_there_is_time(
 
     climb = fit_module.climb
     monkeypatch.setattr(fit_module, "climb", climb_and_set_clock)
-    result = contaccum.fit(
-        write_lines(tmp_path / "few.jsonl", make_questions(120, 3)),
-        model=str(root / "fresh"),
-        budget="10m",
-        output=tmp_path / "out",
-        test=40,
-        future="both",
-        print_line=lines.append,
-        **settings,
-    )
+    few = write_lines(tmp_path / "few.jsonl", make_questions(120, 3))
+    options |= {"learning_rate": 0.01, "num_train_epochs": 1}
+    result = run_fit(root, tmp_path / "out", few, **options)
     assert [verdict.folds for verdict in result.verdicts.values()] == [num_folds, num_folds]
     assert any(line.startswith("40 test queries are few: ") for line in lines)
     short = "the verdict is over 1 of 3 splits, because the budget is not enough for more"
@@ -456,15 +442,7 @@ def test_fit_that_is_killed_in_each_stage_continues_to_the_same_verdict(
     root, trained, tmp_path, monkeypatch
 ):
     def fit() -> FitResult:
-        return contaccum.fit(
-            root / "questions.jsonl",
-            model=str(root / "fresh"),
-            budget="10m",
-            output=tmp_path / "out",
-            test=100,
-            learning_rate=0.01,
-            **SETTINGS,
-        )
+        return run_fit(root, tmp_path / "out", "questions.jsonl", learning_rate=0.01)
 
     for module, stage, after in KILLS:
         with monkeypatch.context() as patch:
@@ -473,8 +451,7 @@ def test_fit_that_is_killed_in_each_stage_continues_to_the_same_verdict(
                 fit()
     assert fit().verdicts == trained.verdicts
     continued, whole = (
-        json.loads((folder / "result.json").read_text())
-        for folder in (tmp_path / "out", trained.folder)
+        read_json(folder / "result.json") for folder in (tmp_path / "out", trained.folder)
     )
     assert continued["scores"] == whole["scores"]
     for record in (continued, whole):
@@ -491,29 +468,19 @@ def test_a_fit_does_not_continue_with_files_or_settings_that_have_changed(tmp_pa
     other = tiny_encoder()
     with torch.no_grad():
         next(other.parameters()).add_(1.0)
-    models = {
-        "same": tiny_encoder(),
-        "other": other,
-        "prompt": tiny_encoder(query_prompt="query: "),
-    }
-    for name, model in models.items():
-        model.save_pretrained(str(tmp_path / name))
+    other.save_pretrained(str(tmp_path / "other"))
+    tiny_encoder().save_pretrained(str(tmp_path / "same"))
+    tiny_encoder(query_prompt="query: ").save_pretrained(str(tmp_path / "prompt"))
 
     def fit(
-        model: str = "same",
-        pairs: Any = all_pairs,
-        documents: Any = all_documents,
-        **settings: Any,
+        model: str = "same", pairs: Any = all_pairs, documents: Any = all_documents, **settings: Any
     ) -> None:
         shutil.rmtree(tmp_path / "model", ignore_errors=True)
         shutil.copytree(tmp_path / model, tmp_path / "model")
-        contaccum.fit(
-            write_lines(tmp_path / "pairs.jsonl", pairs),
-            model=tmp_path / "model",
-            corpus=write_lines(tmp_path / "corpus.jsonl", documents),
-            output=tmp_path / "out",
-            **{**SETTINGS, **settings},
-        )
+        write_lines(tmp_path / "pairs.jsonl", pairs)
+        corpus = write_lines(tmp_path / "corpus.jsonl", documents)
+        options = {"model": tmp_path / "model", "corpus": corpus, "test": None, **settings}
+        run_fit(tmp_path, tmp_path / "out", **options)
 
     kill_in_stage(monkeypatch, "climb", after=False)
     for _ in range(2):
@@ -540,16 +507,9 @@ def test_a_fit_does_not_continue_with_files_or_settings_that_have_changed(tmp_pa
 
 def test_store_for_query_side_fits_a_training_with_an_adapter(root, tmp_path):
     """The document tower of a query-side training has no adapter, as the base model has none."""
-    settings = {**SETTINGS, "method": "query_side", "learning_rate": 0.01, "num_train_epochs": 1}
-    result = contaccum.fit(
-        root / "pairs.jsonl",
-        model=root / "fresh",
-        output=tmp_path / "out",
-        test=100,
-        lora_r=2,
-        **settings,
-    )
-    candidates = json.loads((result.folder / "result.json").read_text())["candidates"]
+    options = {"method": "query_side", "learning_rate": 0.01, "num_train_epochs": 1, "lora_r": 2}
+    result = run_fit(root, tmp_path / "out", **options)
+    candidates = read_json(result.folder / "result.json")["candidates"]
     rungs = [candidate["rung"] for candidate in candidates]
     assert rungs == [0] * 2 + [1] * 6 + [2] * 3  # nothing else is trained with this method
     assert candidates[-1]["settings"]["lora_r"] == 2
@@ -570,11 +530,9 @@ def test_training_is_in_bf16_where_the_machine_is_faster_with_it(
     monkeypatch.setattr(fit_module, "Ladder", make_ladder)
     proposed_settings: list[Settings] = []
     lines: list[str] = []
-    settings = {name: value for name, value in SETTINGS.items() if name != "bf16"}
-    options = {"output": tmp_path / "out", "print_line": lines.append, **settings}
     for _ in range(2):
         with pytest.raises(Killed):
-            contaccum.fit(root / "pairs.jsonl", root / "fresh", **options)
+            run_fit(root, tmp_path / "out", bf16=None, print_line=lines.append)
     assert [settings.bf16 for settings in proposed_settings] == [bf16, bf16]
     line = "training in bf16, which is 2.0 times as fast as float32"
     assert (line in lines) == bf16
@@ -590,12 +548,16 @@ def test_training_is_in_bf16_where_the_machine_is_faster_with_it(
         (["--device", "tpu"], "--device"),
         (["--learning_rates", "1", "2"], "learning_rates is not an option of contaccum fit"),
         (["--bm25", "perhaps"], "bm25"),
+        (
+            ["--corpus", "{root}/more.jsonl", "--corpus_columns", "id=query", "text=passage"],
+            "more.jsonl:1: missing text: its fields are 'query, positive'",
+        ),
     ],
 )
 def test_wrong_options_give_one_line(root, tmp_path, options, message, capsys):
     arguments = ["fit", str(root / "pairs.jsonl"), "--model", str(root / "fresh")]
-    arguments += ["--output", str(tmp_path / "out"), "--use_cpu", "true", *options]
-    assert main(arguments) == 2
+    arguments += ["--output", str(tmp_path / "out"), "--use_cpu", "true"]
+    assert main([*arguments, *(option.format(root=root) for option in options)]) == 2
     error = capsys.readouterr().err.strip().splitlines()[-1]
     assert message in error
     assert not (tmp_path / "out").exists()
@@ -604,13 +566,7 @@ def test_wrong_options_give_one_line(root, tmp_path, options, message, capsys):
 def test_one_tower_refuses_a_model_with_two(root, tmp_path):
     tiny_encoder(tied=False).save_pretrained(str(tmp_path / "two"))
     with pytest.raises(ConfigError, match=r"towers=one with .*two encoders"):
-        contaccum.fit(
-            root / "pairs.jsonl",
-            tmp_path / "two",
-            output=tmp_path / "out",
-            towers="one",
-            **SETTINGS,
-        )
+        run_fit(root, tmp_path / "out", model=tmp_path / "two", towers="one")
 
 
 def test_passages_longer_than_the_model_reads_are_counted(root, tmp_path, monkeypatch):
@@ -624,14 +580,8 @@ def test_passages_longer_than_the_model_reads_are_counted(root, tmp_path, monkey
     for length in (6, 7):
         lines: list[str] = []
         with pytest.raises(UserError, match="stopped"):
-            contaccum.fit(
-                root / "pairs.jsonl",
-                root / "fresh",
-                output=tmp_path / str(length),
-                print_line=lines.append,
-                passage_max_length=length,
-                **SETTINGS,
-            )
+            options = {"print_line": lines.append, "passage_max_length": length}
+            run_fit(root, tmp_path / str(length), **options)
         counted.append([line for line in lines if "not read" in line])
     assert counted == [["100% of the passages are longer than 6 tokens; the rest is not read"], []]
 
@@ -645,22 +595,13 @@ def test_a_base_model_that_does_not_know_the_language_is_named(root, tmp_path, m
             pair["query"] = re.sub(r"\w+ ", "σκύλος ", pair["query"], count=number_of_words)
         data = write_lines(tmp_path / f"{number_of_words}.jsonl", pairs)
         lines: list[str] = []
-        options = {"output": tmp_path / str(number_of_words), "print_line": lines.append}
         with pytest.raises(SystemExit):
-            contaccum.fit(data, root / "fresh", **options, **SETTINGS)
+            output = tmp_path / str(number_of_words)
+            run_fit(root, output, data, test=None, print_line=lines.append)
         warnings.append([line for line in lines if "does not know" in line])
     none, [warning] = warnings
     assert none == []
     assert re.match(r"warning: fresh does not know \d\d% of the tokens of the queries", warning)
-
-
-def test_a_column_that_the_corpus_lacks_is_refused_with_those_that_it_has(root, tmp_path, capsys):
-    corpus = str(root / "more.jsonl")
-    arguments = ["fit", str(root / "pairs.jsonl"), "--model", str(root / "fresh")]
-    arguments += ["--output", str(tmp_path / "out"), "--use_cpu", "true", "--corpus", corpus]
-    assert main([*arguments, "--corpus_columns", "id=query", "text=passage"]) == 2
-    error = capsys.readouterr().err.strip().splitlines()[-1]
-    assert f"{corpus}:1: missing text: its fields are 'query, positive'" in error
 
 
 def test_refused_data_can_be_corrected_and_used_in_the_same_folder(root, tmp_path, monkeypatch):
@@ -688,7 +629,7 @@ def test_refused_model_can_be_corrected_in_the_same_folder(root, tmp_path, monke
     kill_in_stage(monkeypatch, "encode_documents", after=False)
     with pytest.raises(Killed):
         contaccum.fit(root / "more.jsonl", model=root / "fresh", budget=600, **options)
-    split = json.loads((tmp_path / "out" / "data" / "split.json").read_text())
+    split = read_json(tmp_path / "out" / "data" / "split.json")
     assert split["train"] + split["dev"] + split["test"] == 160  # those of more.jsonl
 
 
@@ -749,7 +690,7 @@ def test_on_a_gpu_the_micro_batch_is_the_largest_that_its_memory_allows(
     monkeypatch.setattr(micro_batch, "try_micro_batch", run_out_of_memory_above_4)
     settings = replace(settings, output_dir=str(tmp_path / "run"), max_steps=2, use_cpu=True)
     train_and_save(settings)
-    record = json.loads((tmp_path / "run" / "identity.json").read_text())
+    record = read_json(tmp_path / "run" / "identity.json")
     assert (record["micro_batch"], record["resume"]["pairs per update"]) == (4, 16)
 
 
@@ -804,7 +745,7 @@ def test_finished_fit_is_kept_after_its_store_was_removed(root, trained, tmp_pat
     shutil.rmtree(tmp_path / "out" / "documents" / "store")
     record = (tmp_path / "out" / "result.json").read_bytes()
     with pytest.raises(ConfigError, match=r"has a finished fit \(BETTER on new documents: "):
-        contaccum.fit(root / "questions.jsonl", root / "fresh", output=tmp_path / "out", **SETTINGS)
+        run_fit(root, tmp_path / "out", "questions.jsonl")
     assert (tmp_path / "out" / "result.json").read_bytes() == record
 
 
@@ -818,17 +759,14 @@ def test_arguments_of_python_are_settings(tmp_path):
 @pytest.mark.long
 def test_two_processes_fit_one_model(root, tmp_path):
     """Under torchrun both processes train; the first one decides and writes."""
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
-    command += ["--nproc_per_node", "2", "-m", "contaccum.cli"]
-    command += ["fit", str(root / "pairs.jsonl"), "--model", str(root / "fresh")]
-    command += ["--output", str(tmp_path / "out"), "--budget", "10m", "--test", "100"]
-    command += ["--learning_rate", "0.01"]
-    command += [f"--{key}={value}" for key, value in SETTINGS.items()]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=300, check=False)
+    argv = ["fit", root / "pairs.jsonl", "--model", root / "fresh", "--output", tmp_path / "out"]
+    argv += ["--budget", "10m", "--test", 100, "--learning_rate", 0.01]
+    argv += [f"--{key}={value}" for key, value in SETTINGS.items()]
+    done = run_torchrun("--standalone", "--nproc_per_node", 2, "-m", "contaccum.cli", *argv)
     assert done.returncode == 0, done.stderr[-2000:]
     lines = [line for line in done.stdout.splitlines() if line.startswith("BETTER: nDCG@10")]
     assert len(lines) == 1
-    assert json.loads((tmp_path / "out" / "result.json").read_text())["verdict"]["line"] == lines[0]
+    assert read_json(tmp_path / "out" / "result.json")["verdict"]["line"] == lines[0]
 
 
 KILLED_FIT = """
@@ -864,20 +802,13 @@ def test_two_processes_give_the_same_verdict_after_kills_in_all_stages(root, tmp
     """Several base models and all rungs, with kill -9 in each of them."""
     (tmp_path / "program.py").write_text(KILLED_FIT)
     tiny_encoder(query_prompt="query: ").save_pretrained(str(tmp_path / "other"))
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
-    command += ["--nproc_per_node", "2", str(tmp_path / "program.py")]
-    command += [str(root / "questions.jsonl"), str(root / "fresh"), str(tmp_path / "other")]
+    command = ["--standalone", "--nproc_per_node", 2, tmp_path / "program.py"]
+    command += [root / "questions.jsonl", root / "fresh", tmp_path / "other"]
 
     def fit(
         output: Path, module: str = "fit", function: str = "read_given", kill_at: int = 0
     ) -> str:
-        done = subprocess.run(
-            [*command, str(output), module, function, str(kill_at)],
-            capture_output=True,
-            text=True,
-            timeout=300,
-            check=False,
-        )
+        done = run_torchrun(*command, output, module, function, kill_at)
         assert (done.returncode == 0) == (kill_at == 0), done.stderr[-2000:]
         return done.stdout
 
@@ -889,9 +820,7 @@ def test_two_processes_give_the_same_verdict_after_kills_in_all_stages(root, tmp
         fit(tmp_path / "killed", "ladder", "train", number)
     assert not (tmp_path / "killed" / "result.json").exists()
     fit(tmp_path / "killed")
-    whole, killed = (
-        json.loads((tmp_path / name / "result.json").read_text()) for name in ("whole", "killed")
-    )
+    whole, killed = (read_json(tmp_path / name / "result.json") for name in ("whole", "killed"))
     assert {row["rung"] for row in whole["candidates"]} == {0, 1, 2, 3, 4}
     for key in ("model", "verdicts", "scores", "chosen", "lines"):
         assert killed[key] == whole[key]
@@ -905,13 +834,9 @@ def test_best_of_several_base_models_is_trained(root, trained, tmp_path, monkeyp
     models = [root / "fresh", root / "nowhere", root / "better" / "model"]
     lines: list[str] = []
 
-    def fit(output: Path) -> None:
-        options = {"output": output, "print_line": lines.append, **SETTINGS}
-        with pytest.raises(Killed):
-            contaccum.fit(root / "more.jsonl", models, **options)
-
     for _ in range(2):
-        fit(tmp_path / "out")
+        with pytest.raises(Killed):
+            run_fit(root, tmp_path / "out", "more.jsonl", model=models, print_line=lines.append)
     assert any(line.startswith("nowhere is left out: ") for line in lines)
     assert lines.count("base model: better/model") == 1  # the second start does not choose again
     scored = [line for line in lines if line.endswith(" ms per document on this machine")]
@@ -929,16 +854,11 @@ def test_base_models_that_were_left_out_are_compared_when_the_budget_grows(
     kill_in_stage(monkeypatch, "climb", after=False)
     lines: list[str] = []
 
+    options = {"model": [root / "fresh", trained.folder / "model"], "print_line": lines.append}
+
     def fit(budget: float) -> None:
         with pytest.raises(Killed):
-            contaccum.fit(
-                root / "more.jsonl",
-                model=[root / "fresh", root / "better" / "model"],
-                budget=budget,
-                output=tmp_path / "out",
-                print_line=lines.append,
-                **SETTINGS,
-            )
+            run_fit(root, tmp_path / "out", "more.jsonl", budget=budget, **options)
 
     fit(100.0)
     assert len([line for line in lines if " is left out: encoding " in line]) == 2

@@ -42,6 +42,10 @@ def make_settings(root: Path, **changes: Any) -> Settings:
     return replace(Settings(), **{**values, **changes})
 
 
+def read_weights(folder: Path) -> bytes:
+    return (folder / "training" / "model.safetensors").read_bytes()
+
+
 def test_training_is_done_once_and_its_log_is_the_result(root, tmp_path, monkeypatch):
     settings = make_settings(root)
     first = train(settings, tmp_path, STATUS)
@@ -57,10 +61,7 @@ def test_training_by_the_clock_is_repeated_by_its_rates(root, tmp_path):
     first = train(make_settings(root), tmp_path / "first", STATUS, seconds=1e6)
     assert first.updates == 4
     train(make_settings(root, max_steps=-1, learning_rates=first.rates), tmp_path / "again", STATUS)
-    weights = []
-    for name in ("first", "again"):
-        weights.append((tmp_path / name / "training" / "model.safetensors").read_bytes())
-    assert weights[0] == weights[1]
+    assert read_weights(tmp_path / "first") == read_weights(tmp_path / "again")
 
 
 def test_training_that_was_stopped_continues_to_the_same_weights(
@@ -82,8 +83,5 @@ def test_training_that_was_stopped_continues_to_the_same_weights(
     line = f"stopped; saved {output}/checkpoint-2. Start the same command again to continue"
     assert capsys.readouterr().out.endswith(f"{line}\n")
     assert train(settings, tmp_path / "stopped", STATUS).updates == 4
-    weights = []
-    for name in ("whole", "stopped"):
-        weights.append((tmp_path / name / "training" / "model.safetensors").read_bytes())
-    assert weights[0] == weights[1]
+    assert read_weights(tmp_path / "whole") == read_weights(tmp_path / "stopped")
     assert not list(output.glob("checkpoint-*"))

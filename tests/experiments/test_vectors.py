@@ -13,7 +13,7 @@ import pyarrow.parquet as pq
 import pytest
 import torch
 from safetensors.numpy import load_file
-from small_data import contents, write_lines
+from small_data import contents, read_lines, write_lines
 from tiny_models import tiny_encoder
 from torch.nn.functional import cross_entropy, normalize
 from translations import make_questions
@@ -25,6 +25,7 @@ from contaccum.evaluation.evaluator import RetrievalEvaluator
 
 NUM_PAIRS = 240
 DIMENSION = 16
+IDS = [f"chunk-{number:06}" for number in range(NUM_PAIRS)]  # near-duplicates, as texts
 
 
 def write_vectors(file: Path, vectors: Any, **columns: list[str]) -> None:
@@ -41,12 +42,11 @@ def rotated(tmp_path_factory: pytest.TempPathFactory) -> Path:
     documents = generator.normal(size=(NUM_PAIRS, DIMENSION))
     rotation = np.linalg.qr(generator.normal(size=(DIMENSION, DIMENSION)))[0]
     queries = documents @ rotation + 0.1 * generator.normal(size=documents.shape)
-    ids = [f"chunk-{number:06}" for number in range(NUM_PAIRS)]  # near-duplicates, as texts
-    write_vectors(root / "vectors" / "queries.parquet", queries, id=ids)
+    write_vectors(root / "vectors" / "queries.parquet", queries, id=IDS)
     np.save(root / "vectors" / "documents.npy", documents.astype(np.float32))
-    write_lines(root / "vectors" / "documents.jsonl", [{"id": name} for name in ids])
+    write_lines(root / "vectors" / "documents.jsonl", [{"id": name} for name in IDS])
     with open(root / "pairs.csv", "w", newline="") as file:
-        csv.writer(file).writerows([("query", "positive"), *zip(ids, ids, strict=True)])
+        csv.writer(file).writerows([("query", "positive"), *zip(IDS, IDS, strict=True)])
     return root
 
 
@@ -61,16 +61,15 @@ def test_maps_of_ids_alone_equal_dense_references_and_find_the_documents(rotated
     assert record["verdict"]["folds"] == 3
     assert not [row for row in record["scores"] if "BM25" in row["name"]]
 
-    ids = [f"chunk-{number:06}" for number in range(NUM_PAIRS)]
     queries = pq.read_table(rotated / "vectors" / "queries.parquet")["embedding"].to_pylist()
     vectors = {
         "query": np.array(queries, dtype=np.float32),
         "positive": np.load(rotated / "vectors" / "documents.npy"),
     }
-    rows = [json.loads(line) for line in (output / "data" / "train.jsonl").open()]
+    rows = read_lines(output / "data" / "train.jsonl")
     assert len(rows) == NUM_PAIRS - record["split"]["dev"] - record["split"]["test"]
     x, p = (
-        [vectors[role][ids.index(row[role].split()[0])].astype(np.float64) for row in rows]
+        [vectors[role][IDS.index(row[role].split()[0])].astype(np.float64) for row in rows]
         for role in vectors
     )
     x, p = (np.array(part) / np.linalg.norm(part, axis=1, keepdims=True) for part in (x, p))
@@ -83,9 +82,9 @@ def test_maps_of_ids_alone_equal_dense_references_and_find_the_documents(rotated
         np.testing.assert_allclose(matrix, expected, rtol=0, atol=1e-10)
 
     # The map by gradients, in a dense reference: only training documents are negatives.
-    corpus = [json.loads(line)["_id"] for line in (output / "data" / "corpus.jsonl").open()]
+    corpus = [row["_id"] for row in read_lines(output / "data" / "corpus.jsonl")]
     assert len(corpus) == len(rows)
-    documents = vectors["positive"][[ids.index(name) for name in corpus]].astype(np.float64)
+    documents = vectors["positive"][[IDS.index(name) for name in corpus]].astype(np.float64)
     documents = torch.from_numpy(documents / np.linalg.norm(documents, axis=1, keepdims=True))
     labels = torch.tensor([corpus.index(row["positive"].split()[0]) for row in rows])
 
@@ -197,10 +196,9 @@ def test_vectors_that_cannot_be_used_are_refused_in_one_line(
     rotated, tmp_path, capsys, fault, words
 ):
     folder = tmp_path / "vectors"
-    table = pq.read_table(rotated / "vectors" / "queries.parquet").to_pydict()
-    vectors = np.array(table["embedding"])
-    rows: list[Any] = list(vectors)
-    ids = table["id"]
+    table = pq.read_table(rotated / "vectors" / "queries.parquet")
+    rows: list[Any] = list(np.array(table["embedding"].to_pylist()))
+    ids = IDS
     if fault in ("nan", "zero"):
         rows[7] = rows[7] * (0.0 if fault == "zero" else np.nan)
     elif fault == "ragged":
@@ -235,9 +233,8 @@ def test_map_of_other_vectors_is_refused(rotated, tmp_path, capsys):
     (tmp_path / "out" / "result.json").unlink()  # as if it were not finished
     folder = tmp_path / "vectors"
     documents = np.load(rotated / "vectors" / "documents.npy")
-    ids = [f"chunk-{number:06}" for number in range(NUM_PAIRS)]
     for side in ("queries", "documents"):
-        write_vectors(folder / f"{side}.parquet", documents, id=ids)
+        write_vectors(folder / f"{side}.parquet", documents, id=IDS)
     argv = ["fit", str(rotated / "pairs.csv"), "--vectors", str(folder), "--output", output]
     assert main(argv) == 2
     assert "work with another vectors" in capsys.readouterr().err
