@@ -24,6 +24,7 @@ from contaccum.data.beir import (
 from contaccum.data.rows import (
     PARQUET_MAGIC,
     Fault,
+    OnBadRecord,
     RecordReport,
     Rows,
     get_first_value,
@@ -326,11 +327,10 @@ class RecordSource:
             line += f"; not used: {one_line(', '.join(self._unused_fields))}"
         return line
 
-    def key(self, *settings: Any) -> str:
+    def key(self, on_bad_record: OnBadRecord) -> str:
         """Return the key of the records in the cache of `datasets`: a sha256, in hex.
 
         It changes with every setting, and with the path, size or modification time of a file.
-        ``settings`` are further values that change which records are read.
         """
         files = [self.path]
         if self.path.is_dir():
@@ -345,13 +345,8 @@ class RecordSource:
                 state = file.stat()
                 file_states.append((str(file.resolve()), state.st_size, state.st_mtime_ns))
         path_without_files = "" if file_states else str(self.path)
-        return fingerprint(
-            _CACHE_VERSION,
-            file_states,
-            (path_without_files, self.data_format, self._split, self._columns),
-            *settings,
-            self._min_score,
-        )
+        settings = (path_without_files, self.data_format, self._split, self._columns)
+        return fingerprint(_CACHE_VERSION, file_states, settings, on_bad_record, self._min_score)
 
     def _parse(self, row: Mapping[str, Any]) -> Record | None:
         """Return the texts of a row; None for a pair below `min_score`."""

@@ -245,6 +245,7 @@ def split_data(
     records = list(data.records(report))
     own_test = None
     given_documents = None
+    test_records = []
     if data.data_format == "beir" and any(data.path.glob("qrels/test.tsv*")):
         if corpus is not None or settings.test is not None or settings.fold or settings.future:
             raise ConfigError(
@@ -253,16 +254,18 @@ def split_data(
             )
         own_test = load_beir_folder(data.path, "test", report=report)
         given_documents = [Passage(name, **texts) for name, texts in own_test.corpus.items()]
+        for query_id, query in own_test.queries.items():
+            test_records.append(Record(query, get_positives(own_test, query_id), negatives=[]))
     elif corpus is not None or data.data_format == "beir":
         path = data.path if corpus is None else Path(corpus)
         given_documents = list(read_texts(path, "document", report, corpus_columns))
     documents = given_documents or []
 
-    test_records = []
-    if own_test is not None:
-        for query_id, query in own_test.queries.items():
-            test_records.append(Record(query, get_positives(own_test, query_id), negatives=[]))
-    by_query = _shares_passages(records, test_records)
+    positives_of_records = _collect_positives(records)
+    num_shared = 0
+    for record in test_records:
+        num_shared += not positives_of_records.isdisjoint(map(normalise, record.positives))
+    by_query = num_shared > _MAX_SHARED_QUERIES * len(test_records)
     test_texts = []
     for record in test_records:
         test_texts += [record.query] if by_query else [record.query, *record.positives]
@@ -332,14 +335,6 @@ def read_split(folder: AnyPath) -> Split:
 
 
 # Sides --------------------------------------------------------------------------------------------
-
-
-def _shares_passages(records: Iterable[Record], test_records: Sequence[Record]) -> bool:
-    training_positives = _collect_positives(records)
-    num_shared = 0
-    for record in test_records:
-        num_shared += not training_positives.isdisjoint(map(normalise, record.positives))
-    return num_shared > _MAX_SHARED_QUERIES * len(test_records)
 
 
 def _choose_sizes(

@@ -39,11 +39,7 @@ _MAX_SHARE_OF_FREE_MEMORY = 0.5
 
 
 def search_slices(
-    corpus: Embeddings,
-    queries: np.ndarray,
-    k: int,
-    metric: Similarity,
-    show_progress: bool = False,
+    corpus: Embeddings, queries: np.ndarray, k: int, metric: Similarity, show_progress: bool
 ) -> tuple[np.ndarray, np.ndarray]:
     """Find the k <= N best of N documents, (N, d), for n queries on the CPU, slice by slice.
 
@@ -69,9 +65,7 @@ def search_slices(
         heap.add_result(scores, rows + start)
 
     workers = ThreadPoolExecutor(
-        num_workers,
-        initializer=faiss.omp_set_num_threads,
-        initargs=(num_threads // num_workers,),
+        num_workers, initializer=faiss.omp_set_num_threads, initargs=(num_threads // num_workers,)
     )
     progress = tqdm(
         total=num_rows, desc="Searching", unit=" rows", leave=False, disable=not show_progress
