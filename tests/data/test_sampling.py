@@ -120,9 +120,7 @@ def test_copies_of_a_data_set_share_its_epoch(data):
     assert get_samplings(copy.deepcopy(longer)) == [data.transform]
     data.transform.set_epoch(4, 2)
     assert pickle.loads(pickle.dumps(data.transform)).epoch == 4
-
-
-def test_only_data_sets_that_are_sampled_have_samplings(data):
+    # Other data sets have none.
     parts = DatasetDict({"sampled": data.dataset, "plain": data.dataset.with_format(None)})
     assert get_samplings(parts) == [data.transform]
     assert get_samplings(None) == []

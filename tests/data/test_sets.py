@@ -1,7 +1,6 @@
 """Several training sets: their settings, and the known positives that they share."""
 
 from pathlib import Path
-from typing import Any
 
 import pytest
 from data_files import ids, put_lines
@@ -10,12 +9,8 @@ from contaccum.data import TrainingSets, load_training_data, load_training_sets,
 from contaccum.errors import ConfigError
 
 
-def load(*sets: Any, **common: Any) -> TrainingSets:
-    return load_training_sets(
-        parse_training_sets(
-            [item if isinstance(item, dict) else str(item) for item in sets], common
-        )
-    )
+def load(*paths: Path) -> TrainingSets:
+    return load_training_sets(parse_training_sets([str(path) for path in paths]))
 
 
 def test_sets_are_paths_mappings_or_json():

@@ -9,12 +9,7 @@ from contaccum import DualEncoder
 from contaccum.data import CQADUPSTACK_FORUMS, PUBLIC_NAMES, load_beir_folder
 from contaccum.data.beir import shipped_scifact
 from contaccum.errors import ConfigError
-from contaccum.evaluation.beir import (
-    describe_data,
-    evaluate_beir,
-    evaluation_sets,
-    score_beir_run,
-)
+from contaccum.evaluation.beir import describe_data, evaluate_beir, evaluation_sets, score_beir_run
 from contaccum.evaluation.evaluator import RetrievalEvaluator
 from contaccum.evaluation.results import make_table
 
@@ -96,10 +91,7 @@ def test_missing_queries_count_as_zero_and_own_documents_are_ignored(model, plac
 
 @pytest.mark.parametrize(
     ("settings", "message"),
-    [
-        ({"index": "IVF64,Flat"}, "64"),
-        ({"similarity": "euclidean"}, "euclidean"),
-    ],
+    [({"index": "IVF64,Flat"}, "64"), ({"similarity": "euclidean"}, "euclidean")],
 )
 def test_wrong_settings_are_refused_before_anything_is_encoded(model, places, settings, message):
     model.encode = None

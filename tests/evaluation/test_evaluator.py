@@ -57,10 +57,7 @@ def test_a_query_without_relevant_documents_counts_in_a_sample_too(dataset):
         dataset.qrels["q0"][document] = 0
     part = sample(dataset, corpus=20)
     assert len(part.corpus) == 20
-    run = {}
-    for query in dataset.queries:
-        number = query.removeprefix("q")
-        run[query] = {f"d{3 * int(number) + 1}": 1.0}
+    run = {f"q{i}": {f"d{3 * i + 1}": 1.0} for i in range(NUM_QUERIES)}
     assert score_run(part.qrels, run, [10])[0]["NDCG@10"] == pytest.approx(11 / 12)
 
 

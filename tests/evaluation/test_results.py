@@ -132,13 +132,10 @@ def test_a_comparison_counts_wins_ties_and_losses():
     theirs = {"e": 0.5 + 1e-12, "d": 0.1, "c": 0.6, "b": 0.4, "a": 0.2}
     groups = {"a": 0, "b": 0, "c": 1, "d": 2, "e": 3}
     row = compare("x", ours, theirs, groups)
-    assert row["wins"] == 3
-    assert row["ties"] == 1
-    assert row["losses"] == 1
-    assert row["queries"] == 5
+    counts = {"queries": 5, "groups": 4, "wins": 3, "ties": 1, "losses": 1}
+    assert counts.items() <= row.items()
     assert row["ours"] == pytest.approx(0.44)
     assert row["earlier"] == pytest.approx(0.36)
-    assert row["groups"] == 4
     for key, expected in sign_flip_test(ours, theirs, groups).items():
         assert row[key] == pytest.approx(expected), key
     add_holm([row])

@@ -49,12 +49,9 @@ def test_files_hold_the_rows_of_the_shards_bit_for_bit(store):
         assert pq.read_metadata(path).num_rows == len(expected_embeddings)
         embeddings = pq.read_table(path)["embedding"].combine_chunks().flatten().to_numpy()
         assert embeddings.tobytes() == expected_embeddings.tobytes()
-    ids, titles, texts = zip(*PASSAGES, strict=True)
     columns = pq.read_table(folder).to_pydict()
     assert list(columns) == ["id", "title", "text", "embedding"]
-    assert columns["id"] == list(ids)
-    assert columns["title"] == list(titles)
-    assert columns["text"] == list(texts)
+    assert list(zip(columns["id"], columns["title"], columns["text"], strict=True)) == PASSAGES
 
 
 @pytest.fixture(scope="module")

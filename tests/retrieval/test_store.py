@@ -148,10 +148,7 @@ def test_a_damaged_shard_is_refused_at_open_and_encoded_again(tmp_path, damage):
     ("changes", "message"),
     [
         ({"model": "b" * 64}, "another model "),
-        (
-            {"kind": "query", "shard_size": 5},
-            "another kind .*, shard_size ",
-        ),
+        ({"kind": "query", "shard_size": 5}, "another kind .*, shard_size "),
     ],
 )
 def test_a_store_of_another_identity_is_refused_and_left_alone(tmp_path, changes, message):
