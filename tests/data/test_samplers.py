@@ -45,8 +45,7 @@ def test_the_order_depends_on_seed_and_epoch_alone(name):
         batches = list(sampler)
         assert batches == list(same_sampler)
         # 203 rows are 25 batches of 8 and one of 3.
-        assert len(batches) == 26
-        assert len(sampler) == 26
+        assert len(batches) == len(sampler) == 26
         assert sorted(chain(*batches)) == list(range(203))
         batches_by_epoch[epoch] = batches
     for batches, other_batches in combinations(batches_by_epoch.values(), 2):
@@ -59,8 +58,7 @@ def test_the_order_depends_on_seed_and_epoch_alone(name):
 def test_drop_last_leaves_out_the_smaller_batch(name):
     sampler = make_sampler(name, make_rows(203, pool_size=2000), drop_last=True)
     assert {len(batch) for batch in sampler} == {8}
-    assert len(list(sampler)) == 25
-    assert len(sampler) == 25
+    assert len(list(sampler)) == len(sampler) == 25
 
 
 @pytest.mark.parametrize("name", ["no_duplicates", "no_duplicates_hashed"])

@@ -38,9 +38,7 @@ def dataset() -> BeirDataset:
 
 def test_a_sample_keeps_every_relevant_document(dataset):
     part = sample(dataset, queries=5, corpus=20)
-    assert len(part.queries) == 5
-    assert len(part.qrels) == 5
-    assert len(part.corpus) == 20
+    assert (len(part.queries), len(part.qrels), len(part.corpus)) == (5, 5, 20)
     for query, judged in part.qrels.items():
         grades = dataset.qrels[query]
         relevant = {document for document, grade in grades.items() if grade > 0}
