@@ -48,7 +48,7 @@ _URL = "https://public.ukp.informatik.tu-darmstadt.de/thakur/BEIR/datasets/{name
 _PUBLIC_SETS = read_json(Path(__file__).parent / "beir.json")
 ARCHIVE_MD5: dict[str, str] = _PUBLIC_SETS["md5"]
 PUBLIC_NAMES = tuple(ARCHIVE_MD5)
-CQADUPSTACK_FORUMS: list[str] = _PUBLIC_SETS["cqadupstack"]
+CQADUPSTACK_PARTS = tuple(f"cqadupstack/{forum}" for forum in _PUBLIC_SETS["cqadupstack"])
 """The twelve sets whose mean score is the score of CQADupStack."""
 
 
@@ -278,7 +278,7 @@ def resolve_beir_data(name_or_path: AnyPath) -> Path:
         return folder
     name = str(name_or_path)
     public_names = [public_name for public_name in PUBLIC_NAMES if public_name != "cqadupstack"]
-    public_names += [f"cqadupstack/{forum}" for forum in CQADUPSTACK_FORUMS]
+    public_names += CQADUPSTACK_PARTS
     if name in public_names:
         archive_name, _, forum = name.partition("/")
         return _download_archive(archive_name) / forum

@@ -12,7 +12,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from contaccum.data import CQADUPSTACK_FORUMS, PUBLIC_NAMES, BeirDataset, get_default_split
+from contaccum.data import CQADUPSTACK_PARTS, PUBLIC_NAMES, BeirDataset, get_default_split
 from contaccum.data.beir import get_set_name, is_beir_folder, load_beir_folder, resolve_beir_data
 from contaccum.data.rows import OnBadRecord, RecordReport
 from contaccum.errors import ConfigError, DataError, warn_once
@@ -192,13 +192,11 @@ def evaluation_sets(data: Sequence[str]) -> dict[str, str]:
         is_all_of_beir = item == "beir" and not is_beir_folder(item)
         for name in PUBLIC_NAMES if is_all_of_beir else [item]:
             folder = os.path.expanduser(name)
-            parts = {
-                f"cqadupstack/{forum}": os.path.join(folder, forum) for forum in CQADUPSTACK_FORUMS
-            }
+            parts = {part: os.path.join(folder, get_set_name(part)) for part in CQADUPSTACK_PARTS}
             if all(map(is_beir_folder, parts.values())):
                 named_sources.extend(parts.items())
             elif name == "cqadupstack":
-                named_sources.extend((label, label) for label in parts)
+                named_sources.extend((part, part) for part in parts)
             else:
                 named_sources.append((get_set_name(folder), name))
     counts = Counter(label for label, _ in named_sources)

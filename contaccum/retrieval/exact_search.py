@@ -8,7 +8,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from functools import partial
+from functools import cached_property, partial
 from typing import Any
 
 import numpy as np
@@ -140,7 +140,7 @@ def search_on_devices(
     """
     with torch.inference_mode(), without_tf32():
         for part in parts:
-            is_finite = part.norms().isfinite().cpu()
+            is_finite = part.norms.isfinite().cpu()
             if not is_finite.all():
                 row = part.first_row + int((~is_finite).nonzero()[0])
                 raise _make_vector_error("document embedding", row)
@@ -199,23 +199,21 @@ class DeviceEmbeddings:
             bytes_per_row = self._dtype.itemsize * embeddings.shape[1]
             self._rows_per_block = min(self._num_rows, max(1, _BYTES_PER_COPY // bytes_per_row))
         self._kept: Tensor | None = None  # all rows, in the memory of a GPU
-        self._norms: Tensor | None = None
 
+    @cached_property
     def norms(self) -> Tensor:
-        """Return the L2 norms of the rows, float32 (n,), on the device. The first call reads."""
-        if self._norms is None:
-            norms = [torch.empty(0, device=self.device)]
-            for _, block in self._read():
-                norms += [part.float().norm(dim=1) for part in block.split(self._rows_per_block)]
-            self._norms = torch.cat(norms)
-        return self._norms
+        """L2 norms of the rows, float32 (n,), on the device."""
+        norms = [torch.empty(0, device=self.device)]
+        for _, block in self._read():
+            norms += [part.float().norm(dim=1) for part in block.split(self._rows_per_block)]
+        return torch.cat(norms)
 
     def blocks(self, has_scales: bool) -> Iterator[DocumentBlock]:
         """Yield the rows in blocks. On a GPU, a block is valid until the next one is asked for.
 
         With ``has_scales``, a block has 1 / L2 norm of each row; 0 for a row of zeros.
         """
-        norms = self.norms() if has_scales else None
+        norms = self.norms if has_scales else None
         for first_row, documents in self._read():
             scales = None
             if norms is not None:
