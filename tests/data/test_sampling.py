@@ -190,14 +190,9 @@ def test_positives_are_drawn_or_first_or_all(tmp_path):
     assert len({drawn.fingerprint, first.fingerprint, every.fingerprint}) == 3
     first_positives = [record["positives"][0] for record in records]
     assert [row["positive"] for row in sample_rows(first)] == first_positives
-    all_pairs = []
-    # Text ids of the pairs of queries with several positives
-    known_positives = []
-    for record in records:
-        for positive in record["positives"]:
-            all_pairs.append((record["query"], positive))
-            if len(record["positives"]) > 1:
-                known_positives.append(ids(record["query"], positive))
+    all_pairs = [(record["query"], text) for record in records for text in record["positives"]]
+    several = {record["query"] for record in records if len(record["positives"]) > 1}
+    known_positives = [ids(*pair) for pair in all_pairs if pair[0] in several]
     rows_of_every = sample_rows(every, epoch=3)
     assert [(row["query"], row["positive"]) for row in rows_of_every] == all_pairs
     # 10 records with three positives and 20 with one

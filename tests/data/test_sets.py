@@ -62,9 +62,8 @@ def test_sets_share_known_positives_and_have_text_ids(tmp_path):
     ]
     content = load_training_data(first).fingerprint
     expected = {"path": str(first), "format": "pairs", "fingerprint": content, "rows": 2}
-    assert (
-        sets.record()["sets"]["a"] == expected and sets.record()["fingerprint"] == sets.fingerprint
-    )
+    assert sets.record()["sets"]["a"] == expected
+    assert sets.record()["fingerprint"] == sets.fingerprint
 
 
 def test_the_summary_names_sets_whose_negatives_are_not_used(tmp_path):

@@ -18,7 +18,6 @@ from contaccum.evaluation.results import (
     check_requirement,
     compare,
     comparison_table,
-    fill_page,
     read_previous,
     read_result,
     read_trec_run,
@@ -230,8 +229,3 @@ def test_a_change_that_cancels_out_within_its_passage_is_no_equal_result():
     ours = {"a": 0.2, "b": 0.8}
     row = compare("x", ours, theirs, {"a": 0, "b": 0})
     assert check_requirement("not-worse", "NDCG@10", row)[1].startswith("CANNOT TELL")
-
-
-def test_a_page_without_a_place_for_a_table_is_refused():
-    with pytest.raises(ValueError, match="no place for the table 'storing'"):
-        fill_page("# Page\n", {"storing": "| |"})
