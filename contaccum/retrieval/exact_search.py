@@ -142,7 +142,7 @@ def search_on_devices(
         for part in parts:
             is_finite = part.norms.isfinite().cpu()
             if not is_finite.all():
-                row = part.first_row + int((~is_finite).nonzero()[0])
+                row = part.rows.start + int((~is_finite).nonzero()[0])
                 raise _make_vector_error("document embedding", row)
         results = [_search_part(part, queries, k, metric) for part in parts]
         # All devices are at work before the first result is waited for.
@@ -179,7 +179,7 @@ def _select_best(scores: Tensor, rows: Tensor, k: int) -> tuple[Tensor, Tensor]:
 
 
 class DeviceEmbeddings:
-    """Some of N embeddings, from ``first_row`` to ``end_row``, read in blocks on a device.
+    """One of several consecutive parts of N embeddings, read in blocks on a device.
 
     On a GPU, the embeddings stay in its memory if it has room. Otherwise their blocks are copied to
     it each time they are read, and the next block is copied while the GPU works on this one. They
@@ -187,17 +187,16 @@ class DeviceEmbeddings:
     """
 
     def __init__(
-        self, embeddings: Embeddings, device: torch.device, first_row: int, end_row: int
+        self, embeddings: Embeddings, device: torch.device, part: int, num_parts: int
     ) -> None:
         self._embeddings = embeddings
         self.device = device
-        self.first_row = first_row
-        self._num_rows = end_row - first_row
+        self.rows = range(*(len(embeddings) * n // num_parts for n in (part, part + 1)))
         self._dtype = np.dtype("float16" if embeddings.dtype == "float16" else "float32")
         self._rows_per_block = _ROWS_PER_BLOCK_ON_CPU
         if device.type == "cuda":
             bytes_per_row = self._dtype.itemsize * embeddings.shape[1]
-            self._rows_per_block = min(self._num_rows, max(1, _BYTES_PER_COPY // bytes_per_row))
+            self._rows_per_block = min(len(self.rows), max(1, _BYTES_PER_COPY // bytes_per_row))
         self._kept: Tensor | None = None  # all rows, in the memory of a GPU
 
     @cached_property
@@ -217,34 +216,34 @@ class DeviceEmbeddings:
         for first_row, documents in self._read():
             scales = None
             if norms is not None:
-                start = first_row - self.first_row
+                start = first_row - self.rows.start
                 scales = norms[start : start + len(documents)].reciprocal()
                 scales.masked_fill_(scales.isinf(), 0.0)
             yield DocumentBlock(first_row, documents, scales)
 
     def _read(self) -> Iterator[tuple[int, Tensor]]:
         """Yield the first row and the embeddings, (b, d), of each block on the device."""
-        if self._num_rows == 0:
+        if not self.rows:
             return
         if self._kept is None and self._fits():
-            shape = (self._num_rows, self._embeddings.shape[1])
+            shape = (len(self.rows), self._embeddings.shape[1])
             dtype = getattr(torch, self._dtype.name)
             kept = torch.empty(shape, dtype=dtype, device=self.device)
             for first_row, block in self._copy():
-                start = first_row - self.first_row
+                start = first_row - self.rows.start
                 kept[start : start + len(block)] = block
             self._kept = kept
         if self._kept is None:
             yield from self._copy()
         else:
-            yield self.first_row, self._kept
+            yield self.rows.start, self._kept
 
     def _fits(self) -> bool:
         """Return True if the embeddings fit into the free memory of a GPU."""
         if self.device.type != "cuda":
             return False
         free_bytes, _ = torch.cuda.mem_get_info(self.device)
-        needed_bytes = self._dtype.itemsize * self._num_rows * self._embeddings.shape[1]
+        needed_bytes = self._dtype.itemsize * len(self.rows) * self._embeddings.shape[1]
         return needed_bytes < _MAX_SHARE_OF_FREE_MEMORY * free_bytes
 
     def _copy(self) -> Iterator[tuple[int, Tensor]]:
@@ -297,8 +296,7 @@ class DeviceEmbeddings:
 
     def _read_host(self) -> Iterator[tuple[int, Tensor]]:
         """Yield the first row and the embeddings of each block, on the host."""
-        rows = range(self.first_row, self.first_row + self._num_rows)
-        for first_row, block in list_blocks(self._embeddings, self._rows_per_block, rows):
+        for first_row, block in list_blocks(self._embeddings, self._rows_per_block, self.rows):
             # torch accepts neither a reversed array nor, without a warning, a read-only one.
             yield first_row, torch.from_numpy(np.require(block, self._dtype, ("C", "W")))
 

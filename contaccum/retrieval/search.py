@@ -348,11 +348,10 @@ def _search_on_gpus(
             index._on_gpus = _copy_to_gpus(index.faiss_index, index.gpus)
         return index._on_gpus.search(queries, k)
     if index._on_gpus is None:  # one part for each GPU
-        num_gpus = len(index.gpus)
-        bounds = [len(index.corpus) * number // num_gpus for number in range(num_gpus + 1)]
+        num_parts = len(index.gpus)
         index._on_gpus = [
-            DeviceEmbeddings(index.corpus, gpu, first_row, end_row)
-            for gpu, first_row, end_row in zip(index.gpus, bounds, bounds[1:], strict=False)
+            DeviceEmbeddings(index.corpus, gpu, part, num_parts)
+            for part, gpu in enumerate(index.gpus)
         ]
     return search_on_devices(index._on_gpus, queries, k, index.metric)
 
