@@ -102,11 +102,11 @@ def put_parquet(path: Path, records: list[dict[str, Any]] | None = None, **optio
     return path
 
 
-def put_saved(path: Path, records: list[dict[str, Any]] | None = None) -> Path:
-    """Write records, or the rows of RECORDS, as a saved data set of Hugging Face datasets."""
+def put_saved(path: Path) -> Path:
+    """Write the rows of RECORDS as a saved data set of Hugging Face datasets."""
     from datasets import Dataset
 
-    Dataset.from_list(records or rows()).save_to_disk(str(path))
+    Dataset.from_list(rows()).save_to_disk(str(path))
     return path
 
 

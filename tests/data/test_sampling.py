@@ -161,8 +161,7 @@ def test_missing_negatives_are_filled_without_known_positives(tmp_path):
                 # The record's own negatives come first.
                 assert negatives[:2] == ["n", "p4"]
             sampled.update(negatives)
-    all_positives = {record["positive"] for record in records}
-    assert sampled == all_positives | {"n"}
+    assert sampled == {record["positive"] for record in records} | {"n"}
 
 
 def test_records_with_too_few_negatives_are_dropped_and_counted(tmp_path):
