@@ -12,6 +12,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 import numpy as np
+import pytrec_eval
 
 from contaccum.errors import ConfigError, DataError, closest, warn_once
 
@@ -61,8 +62,6 @@ def score_run(
     Returns:
         {metric: mean over the judged queries}, and {query id: {metric: value}}.
     """
-    import pytrec_eval
-
     judgements = {}
     trec_run = {}
     for query_id, grades in qrels.items():
