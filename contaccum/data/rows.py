@@ -159,9 +159,7 @@ def _make_data_error(file: AnyPath, line: int, fault: Fault) -> DataError:
 
 def passage_text(title: str, text: str) -> str:
     """Return title, space, text, as BEIR's encoders join them; no space beside an empty part."""
-    if title.strip() and text.strip():
-        return f"{title} {text}".strip()
-    return (title + text).strip()
+    return " ".join(part for part in (title, text) if part.strip()).strip()
 
 
 def parse_text(value: object, field_name: str, may_be_blank: bool = False) -> str:

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import pytrec_eval
 from data_files import put
 
 from contaccum.data import (
@@ -132,8 +133,6 @@ OUTSIDE = [*QRELS[:1], "q1\td2\t1", "q1\td9\t2", "q1\td8\t0", "q2\td7\t1"]
 
 
 def test_judged_documents_outside_the_corpus_count_as_not_found(tmp_path, caplog):
-    import pytrec_eval
-
     folder = write_folder(tmp_path / "partly", qrels=OUTSIDE)
     data = load_beir_folder(folder)
     load_beir_folder(folder)
