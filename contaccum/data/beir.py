@@ -17,7 +17,7 @@ import os
 import shutil
 import urllib.request
 import zipfile
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -124,7 +124,7 @@ def load_beir_folder(
     missing_ids = dataset.list_missing_documents()
     if missing_ids:
         example = quoted(missing_ids[0])
-        if not any(get_positives(dataset, query_id) for query_id in qrels):
+        if not any(positives for _, positives in list_positives(dataset)):
             raise DataError(
                 f"{qrels_file}: no relevant document is in the corpus, which lacks {example}, for "
                 "example (check that the judgements and the corpus have the same ids)"
@@ -143,13 +143,14 @@ def read_split_queries(folder: Path, split: str, report: RecordReport) -> dict[s
     return queries
 
 
-def get_positives(dataset: BeirDataset, query_id: str) -> list[str]:
-    """Return the texts of the documents of the corpus that are relevant to a query."""
-    positives = []
-    for document_id, grade in dataset.qrels[query_id].items():
-        if grade > 0 and document_id in dataset.corpus:
-            positives.append(passage_text(**dataset.corpus[document_id]))
-    return positives
+def list_positives(dataset: BeirDataset) -> Iterator[tuple[str, list[str]]]:
+    """Yield each query, and the texts of the documents of the corpus that are relevant to it."""
+    for query_id, query in dataset.queries.items():
+        positives = []
+        for document_id, grade in dataset.qrels[query_id].items():
+            if grade > 0 and document_id in dataset.corpus:
+                positives.append(passage_text(**dataset.corpus[document_id]))
+        yield query, positives
 
 
 def is_beir_folder(path: AnyPath) -> bool:

@@ -17,8 +17,8 @@ from typing import Any, Literal, NamedTuple
 from contaccum.data.beir import (
     OUTSIDE_CORPUS,
     find_beir_file,
-    get_positives,
     is_beir_folder,
+    list_positives,
     load_beir_folder,
 )
 from contaccum.data.rows import (
@@ -287,8 +287,7 @@ class RecordSource:
         if self.data_format == "beir":
             dataset = load_beir_folder(self.path, self._split, report=report)
             report.leave_out(self.path, OUTSIDE_CORPUS, len(dataset.list_missing_documents()))
-            for query_id, query in dataset.queries.items():
-                judged = get_positives(dataset, query_id)
+            for query, judged in list_positives(dataset):
                 report.leave_out(self.path, "empty document", judged.count(""))
                 positives = list(dict.fromkeys(filter(None, judged)))
                 if positives:
