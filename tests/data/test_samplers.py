@@ -23,12 +23,9 @@ def make_rows(n: int, pool_size: int) -> Dataset:
     return Dataset.from_dict({**columns, "label": [1] * n})
 
 
-def make_sampler(
-    name: str, dataset: Any, batch_size: int = 8, drop_last: bool = False, seed: int = 3
-) -> Any:
-    return RESUMABLE_SAMPLERS[name](
-        dataset, batch_size, drop_last, valid_label_columns=["label"], seed=seed
-    )
+def make_sampler(name: str, dataset: Any, drop_last: bool = False, seed: int = 3) -> Any:
+    """Return a sampler of batches of 8 rows."""
+    return RESUMABLE_SAMPLERS[name](dataset, 8, drop_last, valid_label_columns=["label"], seed=seed)
 
 
 @pytest.mark.parametrize("name", RESUMABLE_SAMPLERS)

@@ -43,10 +43,6 @@ class StubEncoder:
         return EMBEDDINGS[[len(text) for text in texts]]
 
 
-def refuse_to_encode(texts: list[str]) -> np.ndarray:
-    raise AssertionError("nothing should be encoded")
-
-
 def write_store(folder: Path, **changes: Any) -> Path:
     """Write a store of 25 rows in shards of 10, with the ids "id-0" to "id-24"."""
     assert open_writer(folder, **changes).fill(PASSAGES, StubEncoder())
@@ -233,7 +229,7 @@ def test_a_store_of_another_corpus_is_refused_and_left_alone(tmp_path, passages)
     folder = write_store(tmp_path / "s", shard_size=5)  # 25 rows fill five shards exactly
     contents_before = contents(folder)
     with pytest.raises(DataError, match="another corpus"):
-        open_writer(folder, shard_size=5).fill(passages, refuse_to_encode)
+        open_writer(folder, shard_size=5).fill(passages, encode=pytest.fail)
     assert contents(folder) == contents_before
 
 
