@@ -36,9 +36,6 @@ from contaccum.data.rows import (
 from contaccum.errors import DataError, closest, quoted, warn_once
 from contaccum.files import AnyPath, Fingerprint, atomic_folder, cache_folder, read_json, write_text
 
-QRELS_HEADER = "query-id\tcorpus-id\tscore\n"
-OUTSIDE_CORPUS = "relevant document outside the corpus"
-"""The reason by which reports count pairs that training leaves out."""
 _QRELS_HEADERS = ("query-id\t", "query_id\t", "queryid\t", "qid\t")
 
 _URL = "https://public.ukp.informatik.tu-darmstadt.de/thakur/BEIR/datasets/{name}.zip"
@@ -239,7 +236,7 @@ def format_document(document_id: str, title: str | None, text: str) -> str:
 
 def write_qrels(folder: Path, split: str, qrels: Mapping[str, Mapping[str, int]]) -> None:
     """Write the judgements of a split to a BEIR folder."""
-    lines = [QRELS_HEADER]  # BEIR's own loader drops the first line
+    lines = ["query-id\tcorpus-id\tscore\n"]  # BEIR's own loader drops the first line
     for query_id, grades in qrels.items():
         lines += [f"{query_id}\t{name}\t{grade}\n" for name, grade in grades.items()]
     write_text(folder / "qrels" / f"{split}.tsv", lines)

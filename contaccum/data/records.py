@@ -14,13 +14,7 @@ from itertools import compress
 from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
-from contaccum.data.beir import (
-    OUTSIDE_CORPUS,
-    find_beir_file,
-    is_beir_folder,
-    list_positives,
-    load_beir_folder,
-)
+from contaccum.data.beir import find_beir_file, is_beir_folder, list_positives, load_beir_folder
 from contaccum.data.rows import (
     PARQUET_MAGIC,
     Fault,
@@ -286,7 +280,8 @@ class RecordSource:
         """Yield every record that can be used, and count the others in the report."""
         if self.data_format == "beir":
             dataset = load_beir_folder(self.path, self._split, report=report)
-            report.leave_out(self.path, OUTSIDE_CORPUS, len(dataset.list_missing_documents()))
+            num_missing = len(dataset.list_missing_documents())
+            report.leave_out(self.path, "relevant document outside the corpus", num_missing)
             for query, judged in list_positives(dataset):
                 report.leave_out(self.path, "empty document", judged.count(""))
                 positives = list(dict.fromkeys(filter(None, judged)))
