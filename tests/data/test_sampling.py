@@ -114,7 +114,7 @@ def test_workers_see_the_epoch_while_they_live(data, start):
         assert list(chain.from_iterable(loader)) == rows
 
 
-def test_copies_of_a_data_set_share_its_epoch(data):
+def test_copies_of_a_sampled_data_set_share_its_epoch_and_other_sets_have_none(data):
     longer = data.dataset.add_column("score", list(range(NUM_RECORDS)))
     assert get_samplings(longer.remove_columns("score")) == [data.transform]
     assert get_samplings(copy.deepcopy(longer)) == [data.transform]
