@@ -243,8 +243,7 @@ def read_records(
         DataError: for a format that cannot be detected, and during reading for a source or a record
             that cannot be used.
     """
-    source = RecordSource(path, split, columns, min_score)
-    return source.records(report or RecordReport())
+    return RecordSource(path, split, columns, min_score).records(report or RecordReport())
 
 
 class RecordSource:

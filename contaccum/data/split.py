@@ -340,8 +340,7 @@ def _choose_sizes(
     source: AnyPath, grouping: Grouping, settings: SplitSettings, has_own_test: bool
 ) -> dict[str, int]:
     """Return the number of queries to hold out for dev and test."""
-    candidates = grouping.queries_of_group.keys() - grouping.groups_of_test
-    num_queries = grouping.count_queries(candidates)
+    num_queries = grouping.count_queries(grouping.queries_of_group.keys() - grouping.groups_of_test)
     if num_queries < LEAST_QUERIES:
         raise DataError(
             f"{source}: has {num_queries} distinct queries; it takes at least {LEAST_QUERIES} "

@@ -112,8 +112,7 @@ def _plan(
     index = searcher.index
     dimension = model.get_embedding_dimension()
     assert dimension is not None, "the model gives no embeddings of a fixed dimension"
-    num_documents = len(dataset.corpus)
-    _, parameters = check_factory(index, dimension, num_documents, searcher.index_parameters)
+    _, parameters = check_factory(index, dimension, len(dataset.corpus), searcher.index_parameters)
     plan: dict[str, Any] = {
         "data": describe_data(dataset),
         "model": {

@@ -178,10 +178,7 @@ _TOLERANCE = 1e-12  # sums in another order differ in the last bits
 
 
 def sign_flip_test(
-    ours: Mapping[str, float],
-    theirs: Mapping[str, float],
-    groups: Mapping[str, Any],
-    seed: int = 0,
+    ours: Mapping[str, float], theirs: Mapping[str, float], groups: Mapping[str, Any], seed: int = 0
 ) -> dict[str, float]:
     """Compare two systems by their scores on the same queries, which are in groups.
 

@@ -227,8 +227,7 @@ class DeviceEmbeddings:
             return
         if self._kept is None and self._fits():
             shape = (len(self.rows), self._embeddings.shape[1])
-            dtype = getattr(torch, self._dtype.name)
-            kept = torch.empty(shape, dtype=dtype, device=self.device)
+            kept = torch.empty(shape, dtype=getattr(torch, self._dtype.name), device=self.device)
             for first_row, block in self._copy():
                 start = first_row - self.rows.start
                 kept[start : start + len(block)] = block
