@@ -260,11 +260,7 @@ def split_data(
         given_documents = list(read_texts(path, "document", report, corpus_columns))
     documents = given_documents or []
 
-    positives_of_records = _collect_positives(records)
-    num_shared = 0
-    for record in test_records:
-        num_shared += not positives_of_records.isdisjoint(map(normalise, record.positives))
-    by_query = num_shared > _MAX_SHARED_QUERIES * len(test_records)
+    by_query = _shares_passages(records, test_records)
     test_texts = []
     for record in test_records:
         test_texts += [record.query] if by_query else [record.query, *record.positives]
@@ -334,6 +330,14 @@ def read_split(folder: AnyPath) -> Split:
 
 
 # Sides --------------------------------------------------------------------------------------------
+
+
+def _shares_passages(records: Iterable[Record], test_records: Sequence[Record]) -> bool:
+    training_positives = _collect_positives(records)
+    num_shared = 0
+    for record in test_records:
+        num_shared += not training_positives.isdisjoint(map(normalise, record.positives))
+    return num_shared > _MAX_SHARED_QUERIES * len(test_records)
 
 
 def _choose_sizes(
