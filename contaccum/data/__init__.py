@@ -5,7 +5,7 @@ Importing this package is cheap: the functions that need `datasets` import it.
 # ruff: noqa: F401  # the package's public names
 
 from contaccum.data.beir import (
-    CQADUPSTACK_FORUMS,
+    CQADUPSTACK_PARTS,
     PUBLIC_NAMES,
     BeirDataset,
     get_default_split,

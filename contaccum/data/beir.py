@@ -17,7 +17,7 @@ import os
 import shutil
 import urllib.request
 import zipfile
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -36,9 +36,6 @@ from contaccum.data.rows import (
 from contaccum.errors import DataError, closest, quoted, warn_once
 from contaccum.files import AnyPath, Fingerprint, atomic_folder, cache_folder, read_json, write_text
 
-QRELS_HEADER = "query-id\tcorpus-id\tscore\n"
-OUTSIDE_CORPUS = "relevant document outside the corpus"
-"""The reason by which reports count pairs that training leaves out."""
 _QRELS_HEADERS = ("query-id\t", "query_id\t", "queryid\t", "qid\t")
 
 _URL = "https://public.ukp.informatik.tu-darmstadt.de/thakur/BEIR/datasets/{name}.zip"
@@ -48,7 +45,7 @@ _URL = "https://public.ukp.informatik.tu-darmstadt.de/thakur/BEIR/datasets/{name
 _PUBLIC_SETS = read_json(Path(__file__).parent / "beir.json")
 ARCHIVE_MD5: dict[str, str] = _PUBLIC_SETS["md5"]
 PUBLIC_NAMES = tuple(ARCHIVE_MD5)
-CQADUPSTACK_FORUMS: list[str] = _PUBLIC_SETS["cqadupstack"]
+CQADUPSTACK_PARTS = tuple(f"cqadupstack/{forum}" for forum in _PUBLIC_SETS["cqadupstack"])
 """The twelve sets whose mean score is the score of CQADupStack."""
 
 
@@ -124,7 +121,7 @@ def load_beir_folder(
     missing_ids = dataset.list_missing_documents()
     if missing_ids:
         example = quoted(missing_ids[0])
-        if not any(get_positives(dataset, query_id) for query_id in qrels):
+        if not any(positives for _, positives in list_positives(dataset)):
             raise DataError(
                 f"{qrels_file}: no relevant document is in the corpus, which lacks {example}, for "
                 "example (check that the judgements and the corpus have the same ids)"
@@ -143,13 +140,14 @@ def read_split_queries(folder: Path, split: str, report: RecordReport) -> dict[s
     return queries
 
 
-def get_positives(dataset: BeirDataset, query_id: str) -> list[str]:
-    """Return the texts of the documents of the corpus that are relevant to a query."""
-    positives = []
-    for document_id, grade in dataset.qrels[query_id].items():
-        if grade > 0 and document_id in dataset.corpus:
-            positives.append(passage_text(**dataset.corpus[document_id]))
-    return positives
+def list_positives(dataset: BeirDataset) -> Iterator[tuple[str, list[str]]]:
+    """Yield each query, and the texts of the documents of the corpus that are relevant to it."""
+    for query_id, query in dataset.queries.items():
+        positives = []
+        for document_id, grade in dataset.qrels[query_id].items():
+            if grade > 0 and document_id in dataset.corpus:
+                positives.append(passage_text(**dataset.corpus[document_id]))
+        yield query, positives
 
 
 def is_beir_folder(path: AnyPath) -> bool:
@@ -238,7 +236,7 @@ def format_document(document_id: str, title: str | None, text: str) -> str:
 
 def write_qrels(folder: Path, split: str, qrels: Mapping[str, Mapping[str, int]]) -> None:
     """Write the judgements of a split to a BEIR folder."""
-    lines = [QRELS_HEADER]  # BEIR's own loader drops the first line
+    lines = ["query-id\tcorpus-id\tscore\n"]  # BEIR's own loader drops the first line
     for query_id, grades in qrels.items():
         lines += [f"{query_id}\t{name}\t{grade}\n" for name, grade in grades.items()]
     write_text(folder / "qrels" / f"{split}.tsv", lines)
@@ -278,7 +276,7 @@ def resolve_beir_data(name_or_path: AnyPath) -> Path:
         return folder
     name = str(name_or_path)
     public_names = [public_name for public_name in PUBLIC_NAMES if public_name != "cqadupstack"]
-    public_names += [f"cqadupstack/{forum}" for forum in CQADUPSTACK_FORUMS]
+    public_names += CQADUPSTACK_PARTS
     if name in public_names:
         archive_name, _, forum = name.partition("/")
         return _download_archive(archive_name) / forum

@@ -29,7 +29,7 @@ from typing import TYPE_CHECKING, NamedTuple
 import numpy as np
 from tqdm import tqdm
 
-from contaccum.data.beir import BeirDataset, get_positives
+from contaccum.data.beir import BeirDataset, list_positives
 from contaccum.data.records import Passage, Record
 
 if TYPE_CHECKING:
@@ -391,8 +391,6 @@ def group_queries(dataset: BeirDataset) -> dict[str, int]:
     Queries of a group share a relevant document, or have nearly the same text as each other or as a
     relevant document. Their scores are not independent of each other.
     """
-    records = []
-    for query_id, text in dataset.queries.items():
-        records.append(Record(text, get_positives(dataset, query_id), negatives=[]))
+    records = [Record(*pair, negatives=[]) for pair in list_positives(dataset)]
     groups = group_records(records).group_of_record
     return dict(zip(dataset.queries, groups, strict=True))

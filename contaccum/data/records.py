@@ -14,16 +14,11 @@ from itertools import compress
 from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
-from contaccum.data.beir import (
-    OUTSIDE_CORPUS,
-    find_beir_file,
-    get_positives,
-    is_beir_folder,
-    load_beir_folder,
-)
+from contaccum.data.beir import find_beir_file, is_beir_folder, list_positives, load_beir_folder
 from contaccum.data.rows import (
     PARQUET_MAGIC,
     Fault,
+    OnBadRecord,
     RecordReport,
     Rows,
     get_first_value,
@@ -248,8 +243,7 @@ def read_records(
         DataError: for a format that cannot be detected, and during reading for a source or a record
             that cannot be used.
     """
-    source = RecordSource(path, split, columns, min_score)
-    return source.records(report or RecordReport())
+    return RecordSource(path, split, columns, min_score).records(report or RecordReport())
 
 
 class RecordSource:
@@ -285,9 +279,9 @@ class RecordSource:
         """Yield every record that can be used, and count the others in the report."""
         if self.data_format == "beir":
             dataset = load_beir_folder(self.path, self._split, report=report)
-            report.leave_out(self.path, OUTSIDE_CORPUS, len(dataset.list_missing_documents()))
-            for query_id, query in dataset.queries.items():
-                judged = get_positives(dataset, query_id)
+            num_missing = len(dataset.list_missing_documents())
+            report.leave_out(self.path, "relevant document outside the corpus", num_missing)
+            for query, judged in list_positives(dataset):
                 report.leave_out(self.path, "empty document", judged.count(""))
                 positives = list(dict.fromkeys(filter(None, judged)))
                 if positives:
@@ -326,11 +320,10 @@ class RecordSource:
             line += f"; not used: {one_line(', '.join(self._unused_fields))}"
         return line
 
-    def key(self, *settings: Any) -> str:
+    def key(self, on_bad_record: OnBadRecord) -> str:
         """Return the key of the records in the cache of `datasets`: a sha256, in hex.
 
         It changes with every setting, and with the path, size or modification time of a file.
-        ``settings`` are further values that change which records are read.
         """
         files = [self.path]
         if self.path.is_dir():
@@ -345,13 +338,8 @@ class RecordSource:
                 state = file.stat()
                 file_states.append((str(file.resolve()), state.st_size, state.st_mtime_ns))
         path_without_files = "" if file_states else str(self.path)
-        return fingerprint(
-            _CACHE_VERSION,
-            file_states,
-            (path_without_files, self.data_format, self._split, self._columns),
-            *settings,
-            self._min_score,
-        )
+        settings = (path_without_files, self.data_format, self._split, self._columns)
+        return fingerprint(_CACHE_VERSION, file_states, settings, on_bad_record, self._min_score)
 
     def _parse(self, row: Mapping[str, Any]) -> Record | None:
         """Return the texts of a row; None for a pair below `min_score`."""

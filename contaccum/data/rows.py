@@ -159,9 +159,7 @@ def _make_data_error(file: AnyPath, line: int, fault: Fault) -> DataError:
 
 def passage_text(title: str, text: str) -> str:
     """Return title, space, text, as BEIR's encoders join them; no space beside an empty part."""
-    if title.strip() and text.strip():
-        return f"{title} {text}".strip()
-    return (title + text).strip()
+    return " ".join(part for part in (title, text) if part.strip()).strip()
 
 
 def parse_text(value: object, field_name: str, may_be_blank: bool = False) -> str:
@@ -312,8 +310,7 @@ def read_json_array(path: AnyPath) -> Rows:
     number = 0
     with _open(path) as file:
         try:
-            items = ijson.items(file, "item", use_float=True)
-            for number, value in enumerate(items, start=1):
+            for number, value in enumerate(ijson.items(file, "item", use_float=True), start=1):
                 yield number, _require_object(value)
         except (ijson.JSONError, *_UNREADABLE) as error:
             reason = "broken JSON, or the file breaks off"
@@ -363,8 +360,7 @@ def read_csv(path: AnyPath) -> Rows:
                     yield line, Fault("wrong number of columns", detail)
                 line = reader.line_num + 1
         except csv.Error as error:
-            remedy = 'write a " inside a quoted cell twice'
-            fault = Fault("broken quoting", str(error), remedy)
+            fault = Fault("broken quoting", str(error), 'write a " inside a quoted cell twice')
             raise _make_data_error(path, line, fault) from error
         except _UNREADABLE as error:
             yield line, Fault("the file breaks off", str(error))

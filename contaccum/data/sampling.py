@@ -106,7 +106,6 @@ class EpochSampling:
             raise ConfigError(f"training data with the columns {names}: keep query and positive")
         numbers = [int(number) for number in batch[text_columns[0]]] if text_columns else []
         sampled: dict[str, list[Any]] = {name: [] for name in text_columns}
-        labels = []
         seed = int(self._seed_and_epoch[0]) & _UINT64_MASK
         for number, source in zip(numbers, self._read_sources(numbers), strict=True):
             record, positive_index = source
@@ -124,10 +123,9 @@ class EpochSampling:
             row = dict(zip(self.columns, (record.query, positive, *negatives), strict=True))
             for name in text_columns:
                 sampled[name].append(row[name])
-            if self.has_text_ids:
-                labels.append(text_ids(row[name] for name in text_columns).tolist())
         if has_pair and self.has_text_ids:
-            sampled["label"] = labels
+            rows = zip(*sampled.values(), strict=True)
+            sampled["label"] = [text_ids(texts).tolist() for texts in rows]
         return {**sampled, **other_columns}
 
     def first_texts(self, numbers: list[int]) -> dict[str, list[str | None]]:

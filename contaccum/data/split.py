@@ -37,7 +37,7 @@ from typing import Any, Literal, get_args
 from contaccum.data.beir import (
     BeirDataset,
     format_document,
-    get_positives,
+    list_positives,
     load_beir_folder,
     write_beir_folder,
     write_qrels,
@@ -245,6 +245,7 @@ def split_data(
     records = list(data.records(report))
     own_test = None
     given_documents = None
+    test_records: list[Record] = []
     if data.data_format == "beir" and any(data.path.glob("qrels/test.tsv*")):
         if corpus is not None or settings.test is not None or settings.fold or settings.future:
             raise ConfigError(
@@ -253,15 +254,12 @@ def split_data(
             )
         own_test = load_beir_folder(data.path, "test", report=report)
         given_documents = [Passage(name, **texts) for name, texts in own_test.corpus.items()]
+        test_records = [Record(*pair, negatives=[]) for pair in list_positives(own_test)]
     elif corpus is not None or data.data_format == "beir":
         path = data.path if corpus is None else Path(corpus)
         given_documents = list(read_texts(path, "document", report, corpus_columns))
     documents = given_documents or []
 
-    test_records = []
-    if own_test is not None:
-        for query_id, query in own_test.queries.items():
-            test_records.append(Record(query, get_positives(own_test, query_id), negatives=[]))
     by_query = _shares_passages(records, test_records)
     test_texts = []
     for record in test_records:
@@ -346,8 +344,7 @@ def _choose_sizes(
     source: AnyPath, grouping: Grouping, settings: SplitSettings, has_own_test: bool
 ) -> dict[str, int]:
     """Return the number of queries to hold out for dev and test."""
-    candidates = grouping.queries_of_group.keys() - grouping.groups_of_test
-    num_queries = grouping.count_queries(candidates)
+    num_queries = grouping.count_queries(grouping.queries_of_group.keys() - grouping.groups_of_test)
     if num_queries < LEAST_QUERIES:
         raise DataError(
             f"{source}: has {num_queries} distinct queries; it takes at least {LEAST_QUERIES} "
@@ -684,16 +681,15 @@ def add_to_training(folder: Path, source: RecordSource, report: RecordReport) ->
     held_out: list[str] = []
     new_documents: list[str] = []
     for side in ("dev", "test"):
-        dataset = load_beir_folder(folder / side, "test")
-        for query_id, query in dataset.queries.items():
+        for query, positives in list_positives(load_beir_folder(folder / side, "test")):
             held_out.append(query)
-            for positive in get_positives(dataset, query_id):
-                if normalise(positive) not in training_positives:
-                    new_documents.append(positive)
+            new_documents += [
+                text for text in positives if normalise(text) not in training_positives
+            ]
     further = list(source.records(report))
-    positives = {text for record in further for text in record.positives}
-    positives = {text for text in positives if normalise(text) not in training_positives}
-    refused = find_near_duplicates(positives, new_documents)
+    texts = {text for record in further for text in record.positives}
+    texts = {text for text in texts if normalise(text) not in training_positives}
+    refused = find_near_duplicates(texts, new_documents)
     refused |= find_near_duplicates((record.query for record in further), held_out + new_documents)
     added = [each for each in further if refused.isdisjoint([each.query, *each.positives])]
     if not added:

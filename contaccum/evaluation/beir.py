@@ -12,7 +12,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from contaccum.data import CQADUPSTACK_FORUMS, PUBLIC_NAMES, BeirDataset, get_default_split
+from contaccum.data import CQADUPSTACK_PARTS, PUBLIC_NAMES, BeirDataset, get_default_split
 from contaccum.data.beir import get_set_name, is_beir_folder, load_beir_folder, resolve_beir_data
 from contaccum.data.rows import OnBadRecord, RecordReport
 from contaccum.errors import ConfigError, DataError, warn_once
@@ -30,6 +30,7 @@ if TYPE_CHECKING:
     from sentence_transformers import SentenceTransformer
 
     from contaccum.encoders.settings import Kind
+    from contaccum.retrieval.search import FaissSearcher
 
 
 def describe_data(dataset: BeirDataset) -> dict[str, Any]:
@@ -51,9 +52,7 @@ def describe_data(dataset: BeirDataset) -> dict[str, Any]:
 
 
 def load_data(
-    source: str | os.PathLike[str],
-    split: str | None = None,
-    on_bad_record: OnBadRecord = "stop",
+    source: str | os.PathLike[str], split: str | None = None, on_bad_record: OnBadRecord = "stop"
 ) -> BeirDataset:
     """Load a BEIR data set: a BEIR folder or a public name; see `resolve_beir_data`.
 
@@ -87,14 +86,10 @@ def evaluate_beir(
         settings: index, index_parameters, batch_size and precision of `FaissSearcher`; similarity,
             "cos" or "dot" (None: see `get_similarity`). Wrong ones raise `ConfigError`.
     """
-    from contaccum.retrieval.search import FaissSearcher
-
     warn_of_ignored_judgements(dataset.qrels, dataset.name)
-    plan = _plan(model, dataset, k_values, model_name, **settings)
-    similarity = settings.pop("similarity", None)
-    searcher = FaissSearcher(
-        model, show_progress_bar=show_progress, embeddings=embeddings, **settings
-    )
+    settings = {**settings, "show_progress_bar": show_progress, "embeddings": embeddings}
+    searcher, plan = _plan(model, dataset, k_values, model_name, **settings)
+    similarity = plan["model"]["similarity"]
     run = searcher.search(dataset.corpus, dataset.queries, max(k_values), similarity)
     plan["search"].update(searcher.search_details)
     metrics, per_query = score_run(dataset.qrels, run, k_values)
@@ -106,19 +101,18 @@ def _plan(
     dataset: BeirDataset,
     k_values: Sequence[int],
     model_name: str | None,
-    index: str = "Flat",
-    index_parameters: str | None = None,
     similarity: str | None = None,
-    precision: str = "float32",
-    batch_size: int = 32,  # it decides nothing
-) -> dict[str, Any]:
-    """Check the settings of an evaluation, and return the part of its record that is known now."""
+    **settings: Any,
+) -> tuple[FaissSearcher, dict[str, Any]]:
+    """Check the settings of an evaluation; return the searcher, and what is known of the record."""
     from contaccum.retrieval import encode
-    from contaccum.retrieval.search import check_factory
+    from contaccum.retrieval.search import FaissSearcher, check_factory
 
+    searcher = FaissSearcher(model, **settings)
+    index = searcher.index
     dimension = model.get_embedding_dimension()
     assert dimension is not None, "the model gives no embeddings of a fixed dimension"
-    _, index_parameters = check_factory(index, dimension, len(dataset.corpus), index_parameters)
+    _, parameters = check_factory(index, dimension, len(dataset.corpus), searcher.index_parameters)
     plan: dict[str, Any] = {
         "data": describe_data(dataset),
         "model": {
@@ -128,10 +122,10 @@ def _plan(
             "name": model_name,
         },
         "tokenisation": encode.tokenisation_fingerprint(model),
-        "search": {"index": index, "index_parameters": index_parameters, "k": max(k_values)},
-        "precision": precision,
+        "search": {"index": index, "index_parameters": parameters, "k": max(k_values)},
+        "precision": searcher.precision,
     }
-    return {**plan, "identity": fingerprint(plan, list(k_values))}
+    return searcher, {**plan, "identity": fingerprint(plan, list(k_values))}
 
 
 def evaluate_once(
@@ -149,7 +143,7 @@ def evaluate_once(
     """
     with suppress(DataError):  # there is no record, or a damaged one
         record = read_result(file)
-        plan = _plan(model, dataset, k_values, model_name, **settings)
+        _, plan = _plan(model, dataset, k_values, model_name, **settings)
         if record.get("identity") == plan["identity"]:
             print(f"kept: {file} (same model, data and settings)")
             return record
@@ -192,13 +186,11 @@ def evaluation_sets(data: Sequence[str]) -> dict[str, str]:
         is_all_of_beir = item == "beir" and not is_beir_folder(item)
         for name in PUBLIC_NAMES if is_all_of_beir else [item]:
             folder = os.path.expanduser(name)
-            parts = {
-                f"cqadupstack/{forum}": os.path.join(folder, forum) for forum in CQADUPSTACK_FORUMS
-            }
+            parts = {part: os.path.join(folder, get_set_name(part)) for part in CQADUPSTACK_PARTS}
             if all(map(is_beir_folder, parts.values())):
                 named_sources.extend(parts.items())
             elif name == "cqadupstack":
-                named_sources.extend((label, label) for label in parts)
+                named_sources.extend((part, part) for part in parts)
             else:
                 named_sources.append((get_set_name(folder), name))
     counts = Counter(label for label, _ in named_sources)

@@ -24,7 +24,9 @@ from contaccum.evaluation.metrics import (
     warn_of_ignored_judgements,
 )
 from contaccum.evaluation.results import Run
+from contaccum.retrieval.bm25 import bm25_run
 from contaccum.retrieval.documents import StoreDocuments
+from contaccum.retrieval.encode import check_store_fits, encode_texts
 from contaccum.retrieval.exact_search import Embeddings
 
 logger = logging.getLogger(__name__)
@@ -119,8 +121,6 @@ class RetrievalEvaluator(SentenceEvaluator):
 
     def search_bm25(self) -> Run:
         """Find as many documents by BM25; none without texts. Warn if it finds no relevant one."""
-        from contaccum.retrieval.bm25 import bm25_run
-
         if self.documents is not None and not self.documents.has_texts:
             return {query: {} for query in self.dataset.queries}
         run = bm25_run(self.dataset.corpus, self.dataset.queries, self._k_values[-1])
@@ -149,8 +149,6 @@ class RetrievalEvaluator(SentenceEvaluator):
 
         Texts that the store lacks are encoded in the first call.
         """
-        from contaccum.retrieval.encode import check_store_fits, encode_texts
-
         check_store_fits(model, documents.store)
         if self._fixed_embeddings is not None and self._fixed_embeddings[0] is documents:
             return self._fixed_embeddings[1]

@@ -12,6 +12,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 import numpy as np
+import pytrec_eval
 
 from contaccum.errors import ConfigError, DataError, closest, warn_once
 
@@ -61,8 +62,6 @@ def score_run(
     Returns:
         {metric: mean over the judged queries}, and {query id: {metric: value}}.
     """
-    import pytrec_eval
-
     judgements = {}
     trec_run = {}
     for query_id, grades in qrels.items():
@@ -179,10 +178,7 @@ _TOLERANCE = 1e-12  # sums in another order differ in the last bits
 
 
 def sign_flip_test(
-    ours: Mapping[str, float],
-    theirs: Mapping[str, float],
-    groups: Mapping[str, Any],
-    seed: int = 0,
+    ours: Mapping[str, float], theirs: Mapping[str, float], groups: Mapping[str, Any], seed: int = 0
 ) -> dict[str, float]:
     """Compare two systems by their scores on the same queries, which are in groups.
 

@@ -18,7 +18,7 @@ from statistics import fmean
 from typing import Any, Literal
 from urllib.parse import quote, unquote
 
-from contaccum.data import CQADUPSTACK_FORUMS
+from contaccum.data import CQADUPSTACK_PARTS
 from contaccum.data.rows import (
     Fault,
     OnBadRecord,
@@ -45,8 +45,6 @@ Row = Mapping[str, Any]
 _ENCODED = "percent-encoded:"
 
 _TIE = 1e-9  # scores that differ by less, in the last bits, are ties
-
-_CQADUPSTACK_LABELS = frozenset(f"cqadupstack/{forum}" for forum in CQADUPSTACK_FORUMS)
 
 
 @dataclass
@@ -244,8 +242,8 @@ def make_table(
             "file": files[label].name,
             "metrics": record["metrics"],
         }
-        (parts if label in _CQADUPSTACK_LABELS else rows).append(row)
-    if len(parts) < len(_CQADUPSTACK_LABELS):
+        (parts if label in CQADUPSTACK_PARTS else rows).append(row)
+    if len(parts) < len(CQADUPSTACK_PARTS):
         rows += parts
     else:
         mean_row = {

@@ -11,7 +11,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from contaccum.data.beir import BeirDataset, get_positives, load_beir_folder
+from contaccum.data.beir import BeirDataset, list_positives, load_beir_folder
 from contaccum.data.near_duplicates import group_records, normalise
 from contaccum.data.records import Record
 from contaccum.encoders.export import insert_card_section
@@ -184,9 +184,9 @@ def collect_scores(
     known = read_known_queries(test_set.path)
     left_out = set(map(normalise, dev.queries.values())) if dev else set()
     scores: ScoreColumns = {name: {} for name in (*SYSTEMS, "known", "texts")}
-    for query_id, text in test_set.queries.items():
+    for query_id, (text, positives) in zip(test_set.queries, list_positives(test_set), strict=True):
         query = f"{fold}/{query_id}"  # folds may use the same query ids
-        scores["texts"][query] = [text, *get_positives(test_set, query_id)]
+        scores["texts"][query] = [text, *positives]
         if normalise(text) in left_out:
             continue
         for system in SYSTEMS:

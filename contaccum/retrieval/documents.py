@@ -139,11 +139,8 @@ class StoreDocuments:
         """
         key = (device, part, num_parts)
         if key not in self._on_device:
-            self._on_device[key] = []
-            for embeddings in (self.store, self._appended):
-                first_row, end_row = (len(embeddings) * n // num_parts for n in (part, part + 1))
-                rows = DeviceEmbeddings(embeddings, device, first_row, end_row)
-                self._on_device[key].append(rows)
+            arrays = (self.store, self._appended)
+            self._on_device[key] = [DeviceEmbeddings(array, *key) for array in arrays]
         stored, appended = self._on_device[key]
         has_scales = self.similarity == "cos"
         yield from stored.blocks(has_scales)

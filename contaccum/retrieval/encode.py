@@ -82,18 +82,15 @@ def encode_texts(
     # The longest texts come first, as in encode(), which does so within each part. So a batch has
     # texts of about the same length, and the time left is not underestimated.
     unique_texts = sorted(dict.fromkeys(texts), key=len, reverse=True)
+    num_texts = len(unique_texts)
     part_size = _BATCHES_PER_PART * batch_size
     encoded = []
     progress = tqdm(
-        total=len(unique_texts),
-        desc="Encoding",
-        unit=" texts",
-        leave=False,
-        disable=not show_progress,
+        total=num_texts, desc="Encoding", unit=" texts", leave=False, disable=not show_progress
     )
     # encode() would leave a model without dropout, also in a training loop.
     with without_dropout(model), autocast, progress:
-        for start in range(0, len(unique_texts), part_size):
+        for start in range(0, num_texts, part_size):
             part = unique_texts[start : start + part_size]
             encoded.append(encode(part, batch_size=batch_size, show_progress_bar=False))
             progress.update(len(part))

@@ -8,7 +8,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from functools import partial
+from functools import cached_property, partial
 from typing import Any
 
 import numpy as np
@@ -39,11 +39,7 @@ _MAX_SHARE_OF_FREE_MEMORY = 0.5
 
 
 def search_slices(
-    corpus: Embeddings,
-    queries: np.ndarray,
-    k: int,
-    metric: Similarity,
-    show_progress: bool = False,
+    corpus: Embeddings, queries: np.ndarray, k: int, metric: Similarity, show_progress: bool
 ) -> tuple[np.ndarray, np.ndarray]:
     """Find the k <= N best of N documents, (N, d), for n queries on the CPU, slice by slice.
 
@@ -69,9 +65,7 @@ def search_slices(
         heap.add_result(scores, rows + start)
 
     workers = ThreadPoolExecutor(
-        num_workers,
-        initializer=faiss.omp_set_num_threads,
-        initargs=(num_threads // num_workers,),
+        num_workers, initializer=faiss.omp_set_num_threads, initargs=(num_threads // num_workers,)
     )
     progress = tqdm(
         total=num_rows, desc="Searching", unit=" rows", leave=False, disable=not show_progress
@@ -146,9 +140,9 @@ def search_on_devices(
     """
     with torch.inference_mode(), without_tf32():
         for part in parts:
-            is_finite = part.norms().isfinite().cpu()
+            is_finite = part.norms.isfinite().cpu()
             if not is_finite.all():
-                row = part.first_row + int((~is_finite).nonzero()[0])
+                row = part.rows.start + int((~is_finite).nonzero()[0])
                 raise _make_vector_error("document embedding", row)
         results = [_search_part(part, queries, k, metric) for part in parts]
         # All devices are at work before the first result is waited for.
@@ -185,7 +179,7 @@ def _select_best(scores: Tensor, rows: Tensor, k: int) -> tuple[Tensor, Tensor]:
 
 
 class DeviceEmbeddings:
-    """Some of N embeddings, from ``first_row`` to ``end_row``, read in blocks on a device.
+    """One of several consecutive parts of N embeddings, read in blocks on a device.
 
     On a GPU, the embeddings stay in its memory if it has room. Otherwise their blocks are copied to
     it each time they are read, and the next block is copied while the GPU works on this one. They
@@ -193,66 +187,62 @@ class DeviceEmbeddings:
     """
 
     def __init__(
-        self, embeddings: Embeddings, device: torch.device, first_row: int, end_row: int
+        self, embeddings: Embeddings, device: torch.device, part: int, num_parts: int
     ) -> None:
         self._embeddings = embeddings
         self.device = device
-        self.first_row = first_row
-        self._num_rows = end_row - first_row
+        self.rows = range(*(len(embeddings) * n // num_parts for n in (part, part + 1)))
         self._dtype = np.dtype("float16" if embeddings.dtype == "float16" else "float32")
         self._rows_per_block = _ROWS_PER_BLOCK_ON_CPU
         if device.type == "cuda":
             bytes_per_row = self._dtype.itemsize * embeddings.shape[1]
-            self._rows_per_block = min(self._num_rows, max(1, _BYTES_PER_COPY // bytes_per_row))
+            self._rows_per_block = min(len(self.rows), max(1, _BYTES_PER_COPY // bytes_per_row))
         self._kept: Tensor | None = None  # all rows, in the memory of a GPU
-        self._norms: Tensor | None = None
 
+    @cached_property
     def norms(self) -> Tensor:
-        """Return the L2 norms of the rows, float32 (n,), on the device. The first call reads."""
-        if self._norms is None:
-            norms = [torch.empty(0, device=self.device)]
-            for _, block in self._read():
-                norms += [part.float().norm(dim=1) for part in block.split(self._rows_per_block)]
-            self._norms = torch.cat(norms)
-        return self._norms
+        """L2 norms of the rows, float32 (n,), on the device."""
+        norms = [torch.empty(0, device=self.device)]
+        for _, block in self._read():
+            norms += [part.float().norm(dim=1) for part in block.split(self._rows_per_block)]
+        return torch.cat(norms)
 
     def blocks(self, has_scales: bool) -> Iterator[DocumentBlock]:
         """Yield the rows in blocks. On a GPU, a block is valid until the next one is asked for.
 
         With ``has_scales``, a block has 1 / L2 norm of each row; 0 for a row of zeros.
         """
-        norms = self.norms() if has_scales else None
+        norms = self.norms if has_scales else None
         for first_row, documents in self._read():
             scales = None
             if norms is not None:
-                start = first_row - self.first_row
+                start = first_row - self.rows.start
                 scales = norms[start : start + len(documents)].reciprocal()
                 scales.masked_fill_(scales.isinf(), 0.0)
             yield DocumentBlock(first_row, documents, scales)
 
     def _read(self) -> Iterator[tuple[int, Tensor]]:
         """Yield the first row and the embeddings, (b, d), of each block on the device."""
-        if self._num_rows == 0:
+        if not self.rows:
             return
         if self._kept is None and self._fits():
-            shape = (self._num_rows, self._embeddings.shape[1])
-            dtype = getattr(torch, self._dtype.name)
-            kept = torch.empty(shape, dtype=dtype, device=self.device)
+            shape = (len(self.rows), self._embeddings.shape[1])
+            kept = torch.empty(shape, dtype=getattr(torch, self._dtype.name), device=self.device)
             for first_row, block in self._copy():
-                start = first_row - self.first_row
+                start = first_row - self.rows.start
                 kept[start : start + len(block)] = block
             self._kept = kept
         if self._kept is None:
             yield from self._copy()
         else:
-            yield self.first_row, self._kept
+            yield self.rows.start, self._kept
 
     def _fits(self) -> bool:
         """Return True if the embeddings fit into the free memory of a GPU."""
         if self.device.type != "cuda":
             return False
         free_bytes, _ = torch.cuda.mem_get_info(self.device)
-        needed_bytes = self._dtype.itemsize * self._num_rows * self._embeddings.shape[1]
+        needed_bytes = self._dtype.itemsize * len(self.rows) * self._embeddings.shape[1]
         return needed_bytes < _MAX_SHARE_OF_FREE_MEMORY * free_bytes
 
     def _copy(self) -> Iterator[tuple[int, Tensor]]:
@@ -305,8 +295,7 @@ class DeviceEmbeddings:
 
     def _read_host(self) -> Iterator[tuple[int, Tensor]]:
         """Yield the first row and the embeddings of each block, on the host."""
-        rows = range(self.first_row, self.first_row + self._num_rows)
-        for first_row, block in list_blocks(self._embeddings, self._rows_per_block, rows):
+        for first_row, block in list_blocks(self._embeddings, self._rows_per_block, self.rows):
             # torch accepts neither a reversed array nor, without a warning, a read-only one.
             yield first_row, torch.from_numpy(np.require(block, self._dtype, ("C", "W")))
 

@@ -14,11 +14,14 @@ import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 import torch
 from sentence_transformers import SentenceTransformer
+
+# isort: split
+import faiss  # after torch: each of them brings a library of OpenMP
 
 from contaccum import work
 from contaccum.data.corpus import Corpus, get_passage_texts
@@ -36,9 +39,6 @@ from contaccum.retrieval.exact_search import (
     search_slices,
 )
 from contaccum.retrieval.store import EmbeddingStore, Similarity
-
-if TYPE_CHECKING:
-    import faiss
 
 # Number of results that an exact search returns beyond the k best. If the documents at positions k
 # and k + 1 have equal scores, the ids decide which of them is among the k best.
@@ -171,8 +171,6 @@ def build_index(
         ConfigError: see `check_factory`.
         UserError: an embedding holds NaN or infinity ("Flat" raises it during the search).
     """
-    import faiss
-
     num_rows, dimension = embeddings.shape
     if metric is None:
         metric = embeddings.similarity if isinstance(embeddings, EmbeddingStore) else "cos"
@@ -231,8 +229,6 @@ def find_gpus() -> list[torch.device]:
 
 def _find_gpus_of_faiss(index: faiss.Index) -> list[torch.device]:
     """Return the GPUs for an index; none with faiss-cpu."""
-    import faiss
-
     inverted_file = faiss.try_extract_index_ivf(index)
     if faiss.get_num_gpus() == 0 or inverted_file is None:
         return []
@@ -243,8 +239,6 @@ def _find_gpus_of_faiss(index: faiss.Index) -> list[torch.device]:
 
 def _copy_to_gpus(index: faiss.Index, gpus: Sequence[torch.device]) -> faiss.Index:
     """Copy the whole index to each GPU, which searches a part of the queries; or RuntimeError."""
-    import faiss
-
     options = faiss.GpuMultipleClonerOptions()
     numbers = [gpu.index for gpu in gpus]
     try:
@@ -269,8 +263,6 @@ def open_index(
     others, or a broken one, raises `DataError`. "Flat" has no file. For the arguments see
     `build_index`.
     """
-    import faiss
-
     if path is None:
         return build_index(store, factory, metric, parameters=parameters)
     path = Path(path)
@@ -348,11 +340,10 @@ def _search_on_gpus(
             index._on_gpus = _copy_to_gpus(index.faiss_index, index.gpus)
         return index._on_gpus.search(queries, k)
     if index._on_gpus is None:  # one part for each GPU
-        num_gpus = len(index.gpus)
-        bounds = [len(index.corpus) * number // num_gpus for number in range(num_gpus + 1)]
+        num_parts = len(index.gpus)
         index._on_gpus = [
-            DeviceEmbeddings(index.corpus, gpu, first_row, end_row)
-            for gpu, first_row, end_row in zip(index.gpus, bounds, bounds[1:], strict=False)
+            DeviceEmbeddings(index.corpus, gpu, part, num_parts)
+            for part, gpu in enumerate(index.gpus)
         ]
     return search_on_devices(index._on_gpus, queries, k, index.metric)
 
@@ -410,8 +401,6 @@ def check_factory(
     Raises `ConfigError` if FAISS does not accept them, or if there are fewer rows than inverted
     lists. Only `build_index` finds that there are too few rows to train codes.
     """
-    import faiss
-
     try:
         index = faiss.index_factory(dimension, factory, faiss.METRIC_INNER_PRODUCT)
     except RuntimeError as error:
@@ -430,8 +419,6 @@ def check_factory(
 
 def _set_parameters(index: faiss.Index, factory: str, parameters: str | None) -> str | None:
     """Set the search parameters of an index, and return them."""
-    import faiss
-
     num_lists = _count_inverted_lists(index)
     # FAISS's default, one list, finds few of the best documents.
     default = f"nprobe={math.ceil(num_lists / 8)}" if num_lists > 0 else None
@@ -447,8 +434,6 @@ def _set_parameters(index: faiss.Index, factory: str, parameters: str | None) ->
 
 
 def _count_inverted_lists(index: faiss.Index) -> int:
-    import faiss
-
     inverted_file = faiss.try_extract_index_ivf(index)
     return 0 if inverted_file is None else int(inverted_file.nlist)
 

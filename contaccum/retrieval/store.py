@@ -22,18 +22,15 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from functools import cache
 from itertools import islice
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal
+from typing import Any, Literal
 
 import numpy as np
+import pyarrow as pa
 
 from contaccum import files, work
 from contaccum.data.rows import passage_text
 from contaccum.data.sampling import text_ids
 from contaccum.errors import DataError
-
-if TYPE_CHECKING:
-    import pyarrow as pa
-
 
 Similarity = Literal["cos", "dot"]
 
@@ -148,7 +145,6 @@ class EmbeddingStore:
 
     def read_passages(self, ids: Iterable[str]) -> dict[str, tuple[str, str]]:
         """Return {id: (title, text)} of some passages; the store must hold them."""
-        import pyarrow as pa
         import pyarrow.compute as pc
 
         is_wanted = pc.is_in(pc.field("id"), pa.array(list(ids), pa.string()))
@@ -217,8 +213,6 @@ class EmbeddingStore:
         return array
 
     def _map_table(self, shard_number: int, name: str) -> pa.Table:
-        import pyarrow as pa
-
         path = self.folder / get_shard_name(shard_number) / name
         with pa.memory_map(str(path)) as source, pa.ipc.open_file(source) as reader:
             table = reader.read_all()  # it stays mapped, and the file is closed
@@ -329,8 +323,6 @@ class StoreWriter:
         encode: Callable[[list[str]], np.ndarray],
         fingerprint: str,
     ) -> None:
-        import pyarrow as pa
-
         texts = [passage_text(title, text) for _, title, text in passages]
         values = np.ascontiguousarray(encode(texts), dtype=self.identity["dtype"])
         ids, titles, bodies = zip(*passages, strict=True)
@@ -365,7 +357,6 @@ def write_parquet(store: EmbeddingStore, show_progress: bool = False) -> Path:
     one shard. Nothing is done if the folder exists: it appears when all files are complete.
     `UserError`: the store holds no texts, or the disk is full or cannot be written to.
     """
-    import pyarrow as pa
     import pyarrow.parquet as pq
     from tqdm.auto import tqdm
 

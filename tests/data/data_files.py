@@ -8,6 +8,9 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import pyarrow as pa
+import pyarrow.parquet as pq
+from datasets import Dataset
 from small_data import write_beir
 
 from contaccum.data import Record, RecordReport, read_records
@@ -95,18 +98,13 @@ def delimited(delimiter: str, end: str = "\r\n") -> str:
 
 def put_parquet(path: Path, records: list[dict[str, Any]] | None = None, **options: Any) -> Path:
     """Write records, or the rows of RECORDS, as a Parquet file."""
-    import pyarrow as pa
-    import pyarrow.parquet as pq
-
     pq.write_table(pa.Table.from_pylist(records or rows()), path, **options)
     return path
 
 
-def put_saved(path: Path, records: list[dict[str, Any]] | None = None) -> Path:
-    """Write records, or the rows of RECORDS, as a saved data set of Hugging Face datasets."""
-    from datasets import Dataset
-
-    Dataset.from_list(records or rows()).save_to_disk(str(path))
+def put_saved(path: Path) -> Path:
+    """Write the rows of RECORDS as a saved data set of Hugging Face datasets."""
+    Dataset.from_list(rows()).save_to_disk(str(path))
     return path
 
 

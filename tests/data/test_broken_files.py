@@ -150,30 +150,24 @@ def mutated(draw: st.DrawFn, original: bytes) -> bytes:
     return data
 
 
-def contents(original: bytes) -> st.SearchStrategy[bytes]:
-    return st.binary(max_size=200) | mutated(original) | mutated(compress(original))
-
-
-def check(source: Path, mode: str) -> None:
-    report = RecordReport(mode)  # type: ignore[arg-type]  # one of the two
-    try:
-        records = list(read_records(source, report=report))
-    except DataError as error:
-        assert len(str(error).splitlines()) == 1 and str(error).isprintable()
-        return
-    assert mode == "skip" or not report.reported
-    assert len(records) <= report.used
-    for record in records:
-        assert record.query.strip() and record.positives
-        assert all(text == text.strip() != "" for text in record.positives)
-
-
 @pytest.mark.long
 @pytest.mark.parametrize("data_format", FILES)
 @hypothesis.settings(max_examples=150, deadline=None)
 @hypothesis.given(data=st.data(), mode=st.sampled_from(["stop", "skip"]))
 def test_every_record_of_a_file_is_used_or_reported(data_format, data, mode):
+    original = FILES[data_format]
+    contents = st.binary(max_size=200) | mutated(original) | mutated(compress(original))
+    name = data.draw(st.sampled_from(["a", "a.jsonl", "a.json", "a.csv", "a.tsv"]))
+    report = RecordReport(mode)
     with tempfile.TemporaryDirectory() as folder:
-        name = data.draw(st.sampled_from(["a", "a.jsonl", "a.json", "a.csv", "a.tsv"]))
-        (Path(folder) / name).write_bytes(data.draw(contents(FILES[data_format])))
-        check(Path(folder) / name, mode)
+        source = put(Path(folder) / name, data.draw(contents))
+        try:
+            records = list(read_records(source, report=report))
+        except DataError as error:
+            assert len(str(error).splitlines()) == 1 and str(error).isprintable()
+            return
+    assert mode == "skip" or not report.reported
+    assert len(records) <= report.used
+    for record in records:
+        assert record.query.strip() and record.positives
+        assert all(text == text.strip() != "" for text in record.positives)

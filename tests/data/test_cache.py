@@ -4,7 +4,6 @@ import os
 import subprocess
 import sys
 from pathlib import Path
-from typing import Any
 
 import pytest
 from data_files import put_lines
@@ -48,15 +47,10 @@ def test_a_second_run_opens_what_the_first_one_stored(tmp_path, folder):
 
 def test_texts_are_stored_once_for_all_sampling_settings(tmp_path, folder):
     path = put_lines(tmp_path / "a.jsonl", *ROWS)
-    sampling_settings: list[dict[str, Any]] = [
-        {},
-        {"positives": "all"},
-        {"positives": "first"},
-        {"num_hard_negatives": 2},
-        {"num_hard_negatives": 2, "missing_negatives": "drop"},
-    ]
-    for settings in sampling_settings:
-        load_training_data(path, **settings)
+    for positives in ("draw", "first", "all"):
+        load_training_data(path, positives=positives)
+    for missing_negatives in ("fill", "drop"):
+        load_training_data(path, num_hard_negatives=2, missing_negatives=missing_negatives)
     assert count_entries(folder) == 1
     stored = b"".join(file.read_bytes() for file in folder.rglob("*.arrow"))
     assert stored.count(b"q7") == 1

@@ -22,22 +22,19 @@ def example(begins: str) -> str:
 
 
 @pytest.mark.parametrize(
-    ("begins", "data_format", "first"),
+    ("begins", "data_format", "positives", "negatives"),
     [
-        ("**`dpr`**", "dpr", Record("what is rain", ["Rain Water."], ["Snow Frozen."])),
-        ("**`tevatron`**", "pairs", Record("what is rain", ["Rain Water."], [])),
-        ("**`pairs`", "pairs", Record("what is rain", ["Water that falls."], [])),
-        (
-            "**A list of labels**",
-            "pairs",
-            Record("what is rain", ["Water that falls."], ["Frozen water."]),
-        ),
-        ("**`csv`**", "csv", Record("what is rain", ["Water, falling."], ["Snow is frozen."])),
+        ("**`dpr`**", "dpr", ["Rain Water."], ["Snow Frozen."]),
+        ("**`tevatron`**", "pairs", ["Rain Water."], []),
+        ("**`pairs`", "pairs", ["Water that falls."], []),
+        ("**A list of labels**", "pairs", ["Water that falls."], ["Frozen water."]),
+        ("**`csv`**", "csv", ["Water, falling."], ["Snow is frozen."]),
     ],
 )
-def test_example_of_a_file_is_sniffed_and_read(tmp_path, begins, data_format, first):
+def test_example_of_a_file_is_sniffed_and_read(tmp_path, begins, data_format, positives, negatives):
     path = put(tmp_path / "example", example(begins))
-    assert sniff_format(path) == data_format and read(path)[0][0] == first
+    assert sniff_format(path) == data_format
+    assert read(path)[0][0] == Record("what is rain", positives, negatives)
 
 
 def test_example_of_a_folder_is_sniffed_and_read(tmp_path):

@@ -82,10 +82,6 @@ def test_columns_of_a_corpus_may_have_other_names(tmp_path, name, columns):
     message = "no record has the field 'heading', only 'chunk, title, name, text, body' "
     with pytest.raises(DataError, match=message):
         list(read_passages(path, RecordReport(), columns=wrong))
-
-
-def test_a_role_that_a_corpus_does_not_have_is_refused(tmp_path):
-    path = put_lines(tmp_path / "a.jsonl", *ROWS)
     with pytest.raises(ConfigError, match="corpus_columns: a role must be one of id, text, title"):
         read_passages(path, RecordReport(), columns=["txet=body"])
 

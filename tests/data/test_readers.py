@@ -11,6 +11,10 @@ from typing import Any
 
 import pytest
 from data_files import RECORDS, WRITERS, dpr_records, put, put_lines, put_parquet, read, rows
+from datasets import Dataset, DatasetDict
+from sentence_transformers import SentenceTransformer
+from sentence_transformers.sentence_transformer.modules import BoW
+from sentence_transformers.util import mine_hard_negatives
 
 from contaccum.data import (
     Record,
@@ -260,8 +264,6 @@ def test_parquet_rows_are_numbered_across_row_groups(tmp_path):
 
 
 def test_saved_datasets_are_read_by_split(tmp_path):
-    from datasets import Dataset, DatasetDict
-
     both = DatasetDict({"train": Dataset.from_list(rows()), "dev": Dataset.from_list(rows()[:1])})
     both.save_to_disk(str(tmp_path / "both"))
     assert sniff_format(tmp_path / "both") == "hub" and read(tmp_path / "both")[0] == RECORDS
@@ -272,8 +274,6 @@ def test_saved_datasets_are_read_by_split(tmp_path):
 
 @pytest.mark.parametrize("split", ["corpus", "train"])
 def test_a_saved_corpus_may_call_its_only_split_by_any_name(tmp_path, split):
-    from datasets import Dataset, DatasetDict
-
     corpus = [{"_id": "d1", "text": "one"}]
     DatasetDict({split: Dataset.from_list(corpus)}).save_to_disk(str(tmp_path / "corpus"))
     passages = list(read_passages(tmp_path / "corpus", RecordReport()))
@@ -322,8 +322,6 @@ def test_a_name_that_is_no_path_is_a_dataset_of_the_hub(monkeypatch, source, nam
     calls: list[Any] = []
 
     def load(*arguments: Any, **options: Any) -> Any:
-        from datasets import Dataset
-
         calls.append((*arguments, options))
         return Dataset.from_list(rows())
 
@@ -423,11 +421,6 @@ def test_a_single_passage_may_have_a_list_of_one_label(file, answer):
 def test_data_with_negatives_of_sentence_transformers_are_read(
     tmp_path, output_format, output_scores, columns, min_score, num_negatives
 ):
-    from datasets import Dataset
-    from sentence_transformers import SentenceTransformer
-    from sentence_transformers.sentence_transformer.modules import BoW
-    from sentence_transformers.util import mine_hard_negatives
-
     words = ["red", "green", "blue", "grey"]
     pairs = {"query": words, "answer": [f"{word} {word}" for word in words]}
     mined = mine_hard_negatives(

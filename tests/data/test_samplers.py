@@ -23,12 +23,9 @@ def make_rows(n: int, pool_size: int) -> Dataset:
     return Dataset.from_dict({**columns, "label": [1] * n})
 
 
-def make_sampler(
-    name: str, dataset: Any, batch_size: int = 8, drop_last: bool = False, seed: int = 3
-) -> Any:
-    return RESUMABLE_SAMPLERS[name](
-        dataset, batch_size, drop_last, valid_label_columns=["label"], seed=seed
-    )
+def make_sampler(name: str, dataset: Any, drop_last: bool = False, seed: int = 3) -> Any:
+    """Return a sampler of batches of 8 rows."""
+    return RESUMABLE_SAMPLERS[name](dataset, 8, drop_last, valid_label_columns=["label"], seed=seed)
 
 
 @pytest.mark.parametrize("name", RESUMABLE_SAMPLERS)
@@ -45,8 +42,7 @@ def test_the_order_depends_on_seed_and_epoch_alone(name):
         batches = list(sampler)
         assert batches == list(same_sampler)
         # 203 rows are 25 batches of 8 and one of 3.
-        assert len(batches) == 26
-        assert len(sampler) == 26
+        assert len(batches) == len(sampler) == 26
         assert sorted(chain(*batches)) == list(range(203))
         batches_by_epoch[epoch] = batches
     for batches, other_batches in combinations(batches_by_epoch.values(), 2):
@@ -59,8 +55,7 @@ def test_the_order_depends_on_seed_and_epoch_alone(name):
 def test_drop_last_leaves_out_the_smaller_batch(name):
     sampler = make_sampler(name, make_rows(203, pool_size=2000), drop_last=True)
     assert {len(batch) for batch in sampler} == {8}
-    assert len(list(sampler)) == 25
-    assert len(sampler) == 25
+    assert len(list(sampler)) == len(sampler) == 25
 
 
 @pytest.mark.parametrize("name", ["no_duplicates", "no_duplicates_hashed"])
@@ -74,15 +69,12 @@ def test_missing_negatives_are_no_duplicates(name):
 def test_no_text_is_twice_in_a_batch():
     """A row that would repeat a text is moved to a later batch, not dropped."""
     dataset = make_rows(400, pool_size=300)
-    texts_by_row = list(
-        zip(dataset["query"], dataset["positive"], dataset["negative"], strict=True)
-    )
+    texts_by_row = [{row["query"], row["positive"], row["negative"]} for row in dataset]
     batches = list(make_sampler("no_duplicates", dataset))
     for batch in batches:
         texts_of_batch: set[str] = set()
         for row in batch:
             # Only other rows count: a row may hold the same text in two columns.
-            texts_of_row = set(texts_by_row[row])
-            assert texts_of_batch.isdisjoint(texts_of_row)
-            texts_of_batch |= texts_of_row
+            assert texts_of_batch.isdisjoint(texts_by_row[row])
+            texts_of_batch |= texts_by_row[row]
     assert sorted(chain(*batches)) == list(range(400))

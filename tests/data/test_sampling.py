@@ -114,15 +114,13 @@ def test_workers_see_the_epoch_while_they_live(data, start):
         assert list(chain.from_iterable(loader)) == rows
 
 
-def test_copies_of_a_data_set_share_its_epoch(data):
+def test_copies_of_a_sampled_data_set_share_its_epoch_and_other_sets_have_none(data):
     longer = data.dataset.add_column("score", list(range(NUM_RECORDS)))
     assert get_samplings(longer.remove_columns("score")) == [data.transform]
     assert get_samplings(copy.deepcopy(longer)) == [data.transform]
     data.transform.set_epoch(4, 2)
     assert pickle.loads(pickle.dumps(data.transform)).epoch == 4
-
-
-def test_only_data_sets_that_are_sampled_have_samplings(data):
+    # Other data sets have none.
     parts = DatasetDict({"sampled": data.dataset, "plain": data.dataset.with_format(None)})
     assert get_samplings(parts) == [data.transform]
     assert get_samplings(None) == []
@@ -163,8 +161,7 @@ def test_missing_negatives_are_filled_without_known_positives(tmp_path):
                 # The record's own negatives come first.
                 assert negatives[:2] == ["n", "p4"]
             sampled.update(negatives)
-    all_positives = {record["positive"] for record in records}
-    assert sampled == all_positives | {"n"}
+    assert sampled == {record["positive"] for record in records} | {"n"}
 
 
 def test_records_with_too_few_negatives_are_dropped_and_counted(tmp_path):
@@ -192,14 +189,9 @@ def test_positives_are_drawn_or_first_or_all(tmp_path):
     assert len({drawn.fingerprint, first.fingerprint, every.fingerprint}) == 3
     first_positives = [record["positives"][0] for record in records]
     assert [row["positive"] for row in sample_rows(first)] == first_positives
-    all_pairs = []
-    # Text ids of the pairs of queries with several positives
-    known_positives = []
-    for record in records:
-        for positive in record["positives"]:
-            all_pairs.append((record["query"], positive))
-            if len(record["positives"]) > 1:
-                known_positives.append(ids(record["query"], positive))
+    all_pairs = [(record["query"], text) for record in records for text in record["positives"]]
+    several = {record["query"] for record in records if len(record["positives"]) > 1}
+    known_positives = [ids(*pair) for pair in all_pairs if pair[0] in several]
     rows_of_every = sample_rows(every, epoch=3)
     assert [(row["query"], row["positive"]) for row in rows_of_every] == all_pairs
     # 10 records with three positives and 20 with one

@@ -1,7 +1,6 @@
 """Several training sets: their settings, and the known positives that they share."""
 
 from pathlib import Path
-from typing import Any
 
 import pytest
 from data_files import ids, put_lines
@@ -10,12 +9,8 @@ from contaccum.data import TrainingSets, load_training_data, load_training_sets,
 from contaccum.errors import ConfigError
 
 
-def load(*sets: Any, **common: Any) -> TrainingSets:
-    return load_training_sets(
-        parse_training_sets(
-            [item if isinstance(item, dict) else str(item) for item in sets], common
-        )
-    )
+def load(*paths: Path) -> TrainingSets:
+    return load_training_sets(parse_training_sets([str(path) for path in paths]))
 
 
 def test_sets_are_paths_mappings_or_json():
@@ -67,9 +62,8 @@ def test_sets_share_known_positives_and_have_text_ids(tmp_path):
     ]
     content = load_training_data(first).fingerprint
     expected = {"path": str(first), "format": "pairs", "fingerprint": content, "rows": 2}
-    assert (
-        sets.record()["sets"]["a"] == expected and sets.record()["fingerprint"] == sets.fingerprint
-    )
+    assert sets.record()["sets"]["a"] == expected
+    assert sets.record()["fingerprint"] == sets.fingerprint
 
 
 def test_the_summary_names_sets_whose_negatives_are_not_used(tmp_path):

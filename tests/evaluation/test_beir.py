@@ -6,19 +6,12 @@ import pytest
 from small_data import write_beir, write_judged_places
 
 from contaccum import DualEncoder
-from contaccum.data import CQADUPSTACK_FORUMS, PUBLIC_NAMES, load_beir_folder
+from contaccum.data import CQADUPSTACK_PARTS, PUBLIC_NAMES, load_beir_folder
 from contaccum.data.beir import shipped_scifact
 from contaccum.errors import ConfigError
-from contaccum.evaluation.beir import (
-    describe_data,
-    evaluate_beir,
-    evaluation_sets,
-    score_beir_run,
-)
+from contaccum.evaluation.beir import describe_data, evaluate_beir, evaluation_sets, score_beir_run
 from contaccum.evaluation.evaluator import RetrievalEvaluator
 from contaccum.evaluation.results import make_table
-
-CQADUPSTACK_PARTS = [f"cqadupstack/{forum}" for forum in CQADUPSTACK_FORUMS]
 
 
 def test_beir_and_a_folder_of_cqadupstack_stand_for_their_sets(tmp_path):
@@ -42,7 +35,7 @@ def test_folders_of_the_same_name_are_labelled_by_the_folder_around_them(tmp_pat
 
 
 def test_some_parts_of_cqadupstack_are_rows_of_their_own():
-    labels = CQADUPSTACK_PARTS[:11]
+    labels = list(CQADUPSTACK_PARTS[:11])
     data = {"split": "test", "queries": 2, "documents": 3}
     record = {"data": data, "metrics": {"NDCG@10": 0.5}}
     record |= {"model": {}, "tokenisation": "t", "precision": "float32", "search": {}}
@@ -96,10 +89,7 @@ def test_missing_queries_count_as_zero_and_own_documents_are_ignored(model, plac
 
 @pytest.mark.parametrize(
     ("settings", "message"),
-    [
-        ({"index": "IVF64,Flat"}, "64"),
-        ({"similarity": "euclidean"}, "euclidean"),
-    ],
+    [({"index": "IVF64,Flat"}, "64"), ({"similarity": "euclidean"}, "euclidean")],
 )
 def test_wrong_settings_are_refused_before_anything_is_encoded(model, places, settings, message):
     model.encode = None

@@ -38,9 +38,7 @@ def dataset() -> BeirDataset:
 
 def test_a_sample_keeps_every_relevant_document(dataset):
     part = sample(dataset, queries=5, corpus=20)
-    assert len(part.queries) == 5
-    assert len(part.qrels) == 5
-    assert len(part.corpus) == 20
+    assert (len(part.queries), len(part.qrels), len(part.corpus)) == (5, 5, 20)
     for query, judged in part.qrels.items():
         grades = dataset.qrels[query]
         relevant = {document for document, grade in grades.items() if grade > 0}
@@ -57,10 +55,7 @@ def test_a_query_without_relevant_documents_counts_in_a_sample_too(dataset):
         dataset.qrels["q0"][document] = 0
     part = sample(dataset, corpus=20)
     assert len(part.corpus) == 20
-    run = {}
-    for query in dataset.queries:
-        number = query.removeprefix("q")
-        run[query] = {f"d{3 * int(number) + 1}": 1.0}
+    run = {f"q{i}": {f"d{3 * i + 1}": 1.0} for i in range(NUM_QUERIES)}
     assert score_run(part.qrels, run, [10])[0]["NDCG@10"] == pytest.approx(11 / 12)
 
 
@@ -88,14 +83,8 @@ def test_the_evaluator_gives_the_scores_of_evaluate_beir(tiny_model_path, tmp_pa
     assert scores == {"ndcg@10": expected["NDCG@10"], "mrr@3": expected["MRR@3"]}
     assert evaluator.primary_metric == "ndcg@10"
     assert evaluator.description == "Retrieval"
-    expected_description = {
-        "name": "places",
-        "queries": 6,
-        "documents": 24,
-        "fingerprint": data.fingerprint,
-        "of_documents": 99,
-    }
-    assert expected_description.items() <= evaluator.describe().items()
+    notes = {"name": "places", "fingerprint": data.fingerprint, "of_documents": 99}
+    assert {**notes, "queries": 6, "documents": 24}.items() <= evaluator.describe().items()
     assert "path" not in evaluator.get_config_dict()
 
 

@@ -36,9 +36,7 @@ def test_every_metric_equals_its_formula():
 def test_scores_that_are_equal_in_float32_are_ordered_by_id_descending():
     hits = {"a": 1.0 + 1e-9, "b": np.float32(1.0)}
     means, _ = score_run({"q": {"a": 1}}, {"q": hits}, [1])
-    assert means["NDCG@1"] == 0.0
-    assert means["MRR@1"] == 0.0
-    assert means["Accuracy@1"] == 0.0
+    assert means["NDCG@1"] == means["MRR@1"] == means["Accuracy@1"] == 0.0
     ranking = sort_as_trec_eval({"a": 1.0 + 1e-9, "c": 0.5, "b": 1.0})
     assert ranking == [("b", 1.0), ("a", 1.0 + 1e-9), ("c", 0.5)]
 

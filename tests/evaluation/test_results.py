@@ -18,7 +18,6 @@ from contaccum.evaluation.results import (
     check_requirement,
     compare,
     comparison_table,
-    fill_page,
     read_previous,
     read_result,
     read_trec_run,
@@ -132,13 +131,10 @@ def test_a_comparison_counts_wins_ties_and_losses():
     theirs = {"e": 0.5 + 1e-12, "d": 0.1, "c": 0.6, "b": 0.4, "a": 0.2}
     groups = {"a": 0, "b": 0, "c": 1, "d": 2, "e": 3}
     row = compare("x", ours, theirs, groups)
-    assert row["wins"] == 3
-    assert row["ties"] == 1
-    assert row["losses"] == 1
-    assert row["queries"] == 5
+    counts = {"queries": 5, "groups": 4, "wins": 3, "ties": 1, "losses": 1}
+    assert counts.items() <= row.items()
     assert row["ours"] == pytest.approx(0.44)
     assert row["earlier"] == pytest.approx(0.36)
-    assert row["groups"] == 4
     for key, expected in sign_flip_test(ours, theirs, groups).items():
         assert row[key] == pytest.approx(expected), key
     add_holm([row])
@@ -233,8 +229,3 @@ def test_a_change_that_cancels_out_within_its_passage_is_no_equal_result():
     ours = {"a": 0.2, "b": 0.8}
     row = compare("x", ours, theirs, {"a": 0, "b": 0})
     assert check_requirement("not-worse", "NDCG@10", row)[1].startswith("CANNOT TELL")
-
-
-def test_a_page_without_a_place_for_a_table_is_refused():
-    with pytest.raises(ValueError, match="no place for the table 'storing'"):
-        fill_page("# Page\n", {"storing": "| |"})

@@ -37,10 +37,6 @@ def make_verdict(differences, groups) -> Verdict:
     return compute_verdict(scores, ("base", "ours"), ("base", "ours"), list(ours))
 
 
-def get_verdict(differences, groups) -> str:
-    return make_verdict(differences, groups).word
-
-
 def test_the_p_value_is_the_share_of_all_sign_vectors_that_are_as_far_from_0():
     differences, groups = make_clustered_differences(np.random.default_rng(3), 8, 4)
     ours = name_queries(0.5 + differences)
@@ -65,17 +61,15 @@ def test_the_interval_holds_the_differences_that_are_not_rejected(num_groups):
     for limit, outwards in (("low", -1), ("high", 1)):
         for offset, is_rejected in ((0.02, True), (-0.02, False)):
             supposed = result[limit] + outwards * offset * width
-            p_value = sign_flip_test(ours, dict.fromkeys(ours, 0.5 + supposed), named_groups)[
-                "p_value"
-            ]
-            assert (p_value <= 0.05) == is_rejected
+            test = sign_flip_test(ours, dict.fromkeys(ours, 0.5 + supposed), named_groups)
+            assert (test["p_value"] <= 0.05) == is_rejected
 
 
 def test_a_large_difference_of_many_groups_is_better_and_its_reverse_is_worse():
     differences, groups = make_clustered_differences(np.random.default_rng(2), 40, 3)
-    assert get_verdict(differences + 0.2, groups) == BETTER
-    assert get_verdict(-differences - 0.2, groups) == WORSE
-    assert get_verdict(differences - differences.mean(), groups) == LEVEL
+    assert make_verdict(differences + 0.2, groups).word == BETTER
+    assert make_verdict(-differences - 0.2, groups).word == WORSE
+    assert make_verdict(differences - differences.mean(), groups).word == LEVEL
 
 
 @pytest.mark.parametrize("num_changed", [0, 1, 5, 6])
@@ -104,7 +98,7 @@ def get_share_of_false_verdicts(num_samples: int, num_groups: int, queries_per_g
     num_false = 0
     for _ in range(num_samples):
         sample = make_clustered_differences(generator, num_groups, queries_per_group)
-        num_false += get_verdict(*sample) != LEVEL
+        num_false += make_verdict(*sample).word != LEVEL
     return num_false / num_samples
 
 
@@ -135,10 +129,7 @@ def test_scores_of_other_queries_or_nan_are_refused(theirs):
 
 @pytest.mark.parametrize(
     ("p_values", "adjusted"),
-    [
-        ([0.01, 0.04, 0.03, 0.005], [0.03, 0.06, 0.06, 0.02]),
-        ([0.9, 0.8], [1.0, 1.0]),
-    ],
+    [([0.01, 0.04, 0.03, 0.005], [0.03, 0.06, 0.06, 0.02]), ([0.9, 0.8], [1.0, 1.0])],
 )
 def test_holm_is_the_textbook_procedure(p_values, adjusted):
     tests = [{"p_value": p_value} for p_value in p_values]

@@ -256,14 +256,12 @@ def test_gpus_build_and_search_an_inverted_file_as_the_cpu_does(store, tmp_path,
     """The file has the same bytes, and is searched on the GPUs when it is opened again."""
     queries = make_vectors(9, seed=1)
     index = open_index(tmp_path / "cpu.faiss", store, factory, parameters="nprobe=3")
-    expected_scores, expected_rows = search(index, queries, 20)
+    expected = search(index, queries, 20)
     work = add_gpus()
     for _ in range(2):
         index = open_index(tmp_path / "gpu.faiss", store, factory, parameters="nprobe=3")
         for _ in range(2):
-            scores, rows = search(index, queries, 20)
-            np.testing.assert_array_equal(scores, expected_scores)
-            np.testing.assert_array_equal(rows, expected_rows)
+            np.testing.assert_array_equal(search(index, queries, 20), expected)
         assert len(index.gpus) == 2
     assert (tmp_path / "gpu.faiss").read_bytes() == (tmp_path / "cpu.faiss").read_bytes()
     shards = 3 * [("add", [0])]
@@ -284,12 +282,10 @@ def test_the_cpu_does_what_gpus_cannot(factory, parameters, k, gpu_work, warning
     documents = make_vectors(600)
     queries = make_vectors(9, seed=1)
     index = build_index(documents, factory, parameters=parameters)
-    expected_scores, expected_rows = search(index, queries, k)
+    expected = search(index, queries, k)
     work = add_gpus()
     index = build_index(documents, factory, parameters=parameters)
-    scores, rows = search(index, queries, k)
-    np.testing.assert_array_equal(scores, expected_scores)
-    np.testing.assert_array_equal(rows, expected_rows)
+    np.testing.assert_array_equal(search(index, queries, k), expected)
     assert list(index.gpus) == []
     assert [name for name, _ in work] == gpu_work
     assert warning in caplog.text
@@ -306,10 +302,8 @@ def test_an_index_is_built_once_and_read_from_its_file(store, tmp_path, factory)
     assert read_index.metric == "cos"
     assert read_index.parameters == built_index.parameters
     queries = make_vectors(9, seed=1)
-    for built, read in zip(
-        search(built_index, queries, 20), search(read_index, queries, 20), strict=True
-    ):
-        np.testing.assert_array_equal(built, read)
+    expected = search(built_index, queries, 20)
+    np.testing.assert_array_equal(search(read_index, queries, 20), expected)
 
 
 def test_search_parameters_are_not_stored_in_the_index_file(store, tmp_path):

@@ -40,18 +40,11 @@ SHARED_IDS = ["d17", "d18", "d19"]
 def search_data():
     """Return 150 documents, 20 queries and a model."""
     rng = np.random.default_rng(0)
-    corpus = {}
-    embeddings = {}
-    for number in range(150):
-        text = f"document {number}"
-        corpus[f"d{number}"] = {"title": "", "text": text}
-        embeddings[text] = rng.normal(size=24).astype(np.float32)
+    corpus = {f"d{number}": {"title": "", "text": f"document {number}"} for number in range(150)}
     query_ids = [f"q{number}" for number in range(17)] + SHARED_IDS
-    queries = {}
-    for query_id in query_ids:
-        text = f"query {query_id}"
-        queries[query_id] = text
-        embeddings[text] = rng.normal(size=24).astype(np.float32)
+    queries = {query_id: f"query {query_id}" for query_id in query_ids}
+    texts = [*(document["text"] for document in corpus.values()), *queries.values()]
+    embeddings = {text: rng.normal(size=24).astype(np.float32) for text in texts}
     for shared_id in SHARED_IDS:
         embeddings[corpus[shared_id]["text"]] = embeddings[queries[shared_id]]
     return corpus, queries, StoredModel(embeddings)
@@ -73,13 +66,9 @@ def test_retrieve_equals_beirs_exact_search(search_data, score_function):
     expected_run = retrieve(beir_searcher)
     run = retrieve(faiss_searcher)
     assert run.keys() == expected_run.keys()
-    for query_id in queries:
-        hits = run[query_id]
-        expected_hits = expected_run[query_id]
-        assert hits.keys() == expected_hits.keys()
+    for query_id, hits in run.items():
         assert len(hits) == 50
-        for document_id, score in expected_hits.items():
-            assert hits[document_id] == pytest.approx(score, abs=1e-4)
+        assert hits == pytest.approx(expected_run[query_id], abs=1e-4)
 
 
 def test_the_document_with_the_querys_id_is_replaced_by_the_next_best(search_data):
@@ -91,5 +80,4 @@ def test_the_document_with_the_querys_id_is_replaced_by_the_next_best(search_dat
         assert query_id not in hits
         assert len(hits) == 5
         assert scores == sorted(scores, reverse=True)
-        for score in scores:
-            assert type(score) is float
+        assert {type(score) for score in scores} == {float}

@@ -43,10 +43,6 @@ class StubEncoder:
         return EMBEDDINGS[[len(text) for text in texts]]
 
 
-def refuse_to_encode(texts: list[str]) -> np.ndarray:
-    raise AssertionError("nothing should be encoded")
-
-
 def write_store(folder: Path, **changes: Any) -> Path:
     """Write a store of 25 rows in shards of 10, with the ids "id-0" to "id-24"."""
     assert open_writer(folder, **changes).fill(PASSAGES, StubEncoder())
@@ -56,15 +52,8 @@ def write_store(folder: Path, **changes: Any) -> Path:
 def test_rows_and_ids_come_back_in_the_requested_order(tmp_path):
     store = EmbeddingStore.open(write_store(tmp_path / "s"))
     assert (store.shape, store.dtype, store.similarity) == ((NUM_ROWS, 4), "float32", "cos")
-    for rows in (
-        slice(None),
-        slice(3, 21),
-        slice(10, 10),
-        slice(9, 11),
-        slice(24, 99),
-        [24, 0, 9, 10, 10],
-        [],
-    ):
+    slices = [slice(None), slice(3, 21), slice(10, 10), slice(9, 11), slice(24, 99)]
+    for rows in (*slices, [24, 0, 9, 10, 10], []):
         np.testing.assert_array_equal(store[rows], EMBEDDINGS[rows])
     assert store.ids([24, 0, 10, 9, 0]) == ["id-24", "id-0", "id-10", "id-9", "id-0"]
 
@@ -148,10 +137,7 @@ def test_a_damaged_shard_is_refused_at_open_and_encoded_again(tmp_path, damage):
     ("changes", "message"),
     [
         ({"model": "b" * 64}, "another model "),
-        (
-            {"kind": "query", "shard_size": 5},
-            "another kind .*, shard_size ",
-        ),
+        ({"kind": "query", "shard_size": 5}, "another kind .*, shard_size "),
     ],
 )
 def test_a_store_of_another_identity_is_refused_and_left_alone(tmp_path, changes, message):
@@ -243,7 +229,7 @@ def test_a_store_of_another_corpus_is_refused_and_left_alone(tmp_path, passages)
     folder = write_store(tmp_path / "s", shard_size=5)  # 25 rows fill five shards exactly
     contents_before = contents(folder)
     with pytest.raises(DataError, match="another corpus"):
-        open_writer(folder, shard_size=5).fill(passages, refuse_to_encode)
+        open_writer(folder, shard_size=5).fill(passages, encode=pytest.fail)
     assert contents(folder) == contents_before
 
 
