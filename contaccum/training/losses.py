@@ -15,8 +15,6 @@ from torch import nn
 from contaccum.data.sampling import get_samplings
 from contaccum.encoders.dual_encoder import SIMILARITY_NAMES
 from contaccum.losses.contaccum import CachedContAccumLoss, ContAccumLoss, LossKeywords
-from contaccum.losses.query_side import QuerySideLoss
-from contaccum.retrieval.documents import StoreDocuments
 from contaccum.settings import select
 from contaccum.training.arguments import ContAccumTrainingArguments
 
@@ -76,11 +74,6 @@ def unwrap_matryoshka(loss: Any) -> Any:
 def list_bank_losses(loss: nn.Module) -> list[ContAccumLoss]:
     """Return every ContAccumLoss in a training loss, including one inside a MatryoshkaLoss."""
     return [module for module in loss.modules() if isinstance(module, ContAccumLoss)]
-
-
-def get_store_documents(loss: Any) -> StoreDocuments | None:
-    """Return the stored document embeddings of a query-side loss; None for any other loss."""
-    return loss.documents if isinstance(loss, QuerySideLoss) else None
 
 
 def pass_known_positives(loss: Any, datasets: Iterable[Any]) -> None:
