@@ -82,11 +82,9 @@ def pass_known_positives(loss: Any, datasets: Iterable[Any]) -> None:
     Known positives are pairs of a query and a positive, as ids of the texts. The loss does not use
     such a positive as a negative of its query.
     """
-    tables = []  # each int64 (r, 2)
-    for dataset in datasets:
-        for sampling in get_samplings(dataset):
-            if sampling.known_positives is not None:
-                tables.append(sampling.known_positives)
+    samplings = [sampling for dataset in datasets for sampling in get_samplings(dataset)]
+    # int64 (r, 2) each
+    tables = [each.known_positives for each in samplings if each.known_positives is not None]
     if tables:
         query_ids, positive_ids = torch.from_numpy(np.concatenate(tables)).T.contiguous()
         for bank_loss in list_bank_losses(loss):

@@ -443,11 +443,8 @@ class ContAccumTrainer(SentenceTransformerTrainer):
                     for row in zip(*batch.values(), strict=True):
                         texts.add(*row)
             data["fingerprint"] = texts.hex()
-        base_of_adapters = {}
-        if has_adapter(model):
-            for name, parameter in parameters.items():
-                if not parameter.requires_grad and "lora_" not in name:
-                    base_of_adapters[name] = parameter
+        frozen = {name: each for name, each in parameters.items() if not each.requires_grad}
+        base_of_adapters = {name: each for name, each in frozen.items() if "lora_" not in name}
         # With another value of one of these, the saved states of bank and optimizer, or the saved
         # position in the data, would not be valid. Files are compared by their content, and the
         # pairs per update by their number, which also depends on the number of ranks.
@@ -465,7 +462,7 @@ class ContAccumTrainer(SentenceTransformerTrainer):
             "adapters": describe_adapters(model),
             # A checkpoint does not hold the base of an adapter, whose files may have changed. The
             # settings of the tokenizer are read from the model's folder, too.
-            "base of the adapters": hash_tensors(base_of_adapters),
+            "base of the adapters": hash_tensors(base_of_adapters if has_adapter(model) else {}),
             "tokenizer, prompts, lengths or pooling": tokenisation_fingerprint(model),
             "documents of the store": documents and documents.fingerprint,
         }
