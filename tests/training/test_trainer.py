@@ -106,7 +106,7 @@ def test_a_run_leaves_its_record_and_a_model(run):
 
 
 def test_drift_is_probed_and_logged_and_resumes_bit_for_bit(tmp_path):
-    """An update has 72 pairs, so the drift is probed at the start and after updates 2, 4 and 6.
+    """An update has 72 pairs, so the drift is probed at the start and after updates 2 and 4.
 
     At this learning rate no entry drifts so far that it retires.
     """
@@ -115,12 +115,12 @@ def test_drift_is_probed_and_logged_and_resumes_bit_for_bit(tmp_path):
         "tied": False,
         "per_device_train_batch_size": 24,
         "bank_size": 150,
-        "num_train_epochs": 3,
+        "num_train_epochs": 2,
         "learning_rate": 3e-4,
     }
     assert_resumes(partial(make_trainer, **settings), tmp_path, 3)
     log = read_log(tmp_path / "straight")
-    assert list_values(log, "bank_age") == [0, 1, 2, 2, 2, 2]
+    assert list_values(log, "bank_age") == [0, 1, 2, 2]
     for line in log[:2]:
         assert "drift_age" not in line
     for line in log[2:]:
