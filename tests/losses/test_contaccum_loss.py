@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import copy
-from functools import partial
+from functools import cache, partial
 from typing import Any
 
 import pytest
@@ -35,12 +35,14 @@ from contaccum.losses.text_ids import content_ids, copy_first_texts
 HASH = 2**50
 """A factor that makes small numbers as large as the hashes of texts."""
 
+make_encoder = cache(tiny_encoder)  # which writes and reads the files of a model
+
 
 @pytest.fixture
 def model(request: pytest.FixtureRequest) -> DualEncoder:
     """Return a tiny model without dropout; the parameter says whether it is tied (default: yes)."""
     is_tied = getattr(request, "param", True)
-    return tiny_encoder(is_tied, normalize=False, similarity="cos")
+    return copy.deepcopy(make_encoder(is_tied, normalize=False, similarity="cos"))
 
 
 def make_probe(model: nn.Module, parts: Any = None) -> EncoderProbe:
