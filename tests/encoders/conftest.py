@@ -1,4 +1,4 @@
-"""SciFact, with whose texts every export is checked, is read once."""
+"""Exports are checked with few texts of SciFact, which is read once."""
 
 from collections.abc import Iterator
 from functools import cache
@@ -6,12 +6,14 @@ from functools import cache
 import pytest
 
 from contaccum.data.beir import load_beir_folder
+from contaccum.encoders import export
 
 load_once = cache(load_beir_folder)
 
 
 @pytest.fixture(autouse=True, scope="module")
-def _read_scifact_once() -> Iterator[None]:
+def _check_exports_quickly() -> Iterator[None]:
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("contaccum.encoders.export.load_beir_folder", load_once)
+        patch.setattr(export, "load_beir_folder", load_once)
+        patch.setattr(export, "_NUM_CHECK_TEXTS", 8)
         yield
