@@ -131,11 +131,8 @@ def measure_drift(probe: DriftProbe, bank_age: int) -> dict[str, float]:
     if not ages:
         return {}
     # The oldest measurement within the age of the bank, or else the last but one.
-    old_index = len(ages) - 1
-    for index, age in enumerate(ages):
-        if age <= max(bank_age, 1):
-            old_index = index
-            break
+    within_bank = [index for index, age in enumerate(ages) if age <= max(bank_age, 1)]
+    old_index = within_bank[0] if within_bank else len(ages) - 1
     old = probe.embeddings[old_index]  # (2, S, d)
     new = probe.embeddings[len(ages)]
     values_by_name = {  # (2,) each

@@ -110,9 +110,7 @@ class _SortedLists:
         sorted_keys = keys[by_key_then_value]
         self.keys, self.lengths = sorted_keys.unique_consecutive(return_counts=True)
         self.starts = self.lengths.cumsum(0) - self.lengths
-        self.max_length = 0
-        if len(self.keys) > 0:
-            self.max_length = int(self.lengths.max())
+        self.max_length = int(self.lengths.max()) if len(self.keys) > 0 else 0
 
     def contains(self, keys: Tensor, values: Tensor) -> Tensor:
         """Return bool (k, v), True where the list of a key, int64 (k,), has a value, int64 (v,)."""

@@ -286,9 +286,7 @@ class BankedInfoNCE(nn.Module):
         if self.settings.bank_size == 0:
             return None
         _, num_texts, dim = embeddings.shape
-        num_negatives = 0
-        if self.settings.bank_hard_negatives:
-            num_negatives = num_texts - 2
+        num_negatives = num_texts - 2 if self.settings.bank_hard_negatives else 0
         # An evaluation in inference mode may come first. Training could not use tensors of it.
         with torch.inference_mode(False):
             bank = self.bank

@@ -27,15 +27,12 @@ class TowerGradNorms:
         model: the model, without wrappers. Embeddings of the ``task`` "query" belong to the query
             tower, others to the passage tower.
         wrapper: the module that losses call, such as the compiled model or the model in DDP, which
-            gets the hook. None: ``model``.
+            gets the hook.
         has_whole_gradients: True if every rank holds the complete gradients of the weights.
     """
 
     def __init__(
-        self,
-        model: SentenceTransformer,
-        wrapper: nn.Module | None = None,
-        has_whole_gradients: bool = True,
+        self, model: SentenceTransformer, wrapper: nn.Module, has_whole_gradients: bool
     ) -> None:
         self._parameters = {
             "query": list(get_tower(model, "query").parameters()),
@@ -44,7 +41,7 @@ class TowerGradNorms:
         self._norms_of_micro_steps: dict[str, list[Tensor]] = {}
         self._hook = None
         if is_tied(model) or not has_whole_gradients:
-            self._hook = (wrapper or model).register_forward_hook(self._hook_output)
+            self._hook = wrapper.register_forward_hook(self._hook_output)
 
     def read(self, scale: float = 1.0) -> dict[str, float]:
         """Return ``grad_norm_query``, ``grad_norm_passage`` and ``grad_norm_ratio`` of an update.

@@ -428,9 +428,7 @@ class ContAccumLoss(ModelLoss):
             for index, state_of_rank in enumerate(states_of_ranks):
                 for key, value in state_of_rank.items():
                     state[f"{_RANK_PREFIX}{index}.{key}"] = value
-        if not keep:
-            return {}
-        return state
+        return state if keep else {}
 
     def load_bank_state_dict(self, state: dict[str, Tensor]) -> None:
         """Restore what `bank_state_dict` returned, on every rank.

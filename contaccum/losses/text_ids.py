@@ -112,8 +112,5 @@ def copy_first_texts(features: dict[str, Any], max_texts: int) -> dict[str, Tens
             features = {"input_ids": tokens, "offsets": offsets[:max_texts]}
         else:
             features = _create_minibatch(features, 0, max_texts)
-    copies = {}
-    for key, value in features.items():
-        if isinstance(value, (Tensor, int, float)):
-            copies[key] = torch.as_tensor(value).clone()
-    return copies
+    copied = {key: x for key, x in features.items() if isinstance(x, (Tensor, int, float))}
+    return {key: torch.as_tensor(x).clone() for key, x in copied.items()}

@@ -10,7 +10,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from accelerate import Accelerator
 from accelerate.utils import compare_versions, is_deepspeed_available
 from sentence_transformers import SentenceTransformer, SentenceTransformerTrainingArguments
 from torch import Tensor, nn
@@ -56,16 +55,6 @@ def configure_deepspeed(args: SentenceTransformerTrainingArguments) -> None:
     unset_hf_deepspeed_config()
 
 
-def describe_engine(accelerator: Accelerator) -> str | None:
-    """Return the engine for records: FSDP, or DeepSpeed's stage and ranks; None without one."""
-    if getattr(accelerator.state, "fsdp_plugin", None) is not None:
-        return "FSDP"
-    deepspeed_plugin = getattr(accelerator.state, "deepspeed_plugin", None)
-    if deepspeed_plugin is None:
-        return None
-    return f"ZeRO-{deepspeed_plugin.zero_stage} on {accelerator.num_processes} ranks"
-
-
 def refuse_unsafe_files(folder: Path) -> None:
     """Raise `UserError` if a DeepSpeed file in a checkpoint could run code when it is loaded.
 
@@ -94,12 +83,10 @@ def save_full_model(
     ``weights`` are the full weights by name; None if the model itself has them, or on a rank that
     writes nothing.
     """
-    shards: dict[str, nn.Parameter] = {}
-    full_parameters: dict[str, nn.Parameter] = {}
-    for name, parameter in model.named_parameters(remove_duplicate=False):
-        if weights is not None and name in weights:
-            shards[name] = parameter
-            full_parameters[name] = nn.Parameter(weights[name], requires_grad=False)
+    weights = weights or {}
+    parameters = dict(model.named_parameters(remove_duplicate=False))
+    shards = {name: parameter for name, parameter in parameters.items() if name in weights}
+    full_parameters = {name: nn.Parameter(weights[name], requires_grad=False) for name in shards}
     _set_parameters(model, full_parameters)
     try:
         if is_writer:
@@ -121,8 +108,7 @@ def load_full_weights(
     if is_sharded:
         set_model_state_dict(model, weights, options=StateDictOptions(full_state_dict=True))
         return
-    floating_weights = {}  # those in 4 bits are packed as integers, and are never trained
-    for name, parameter in model.named_parameters(remove_duplicate=False):
-        if parameter.is_floating_point():
-            floating_weights[name] = weights[name]
-    model.load_state_dict(floating_weights, strict=False)
+    # Weights in 4 bits are packed as integers, and are never trained.
+    parameters = dict(model.named_parameters(remove_duplicate=False))
+    names = [name for name, parameter in parameters.items() if parameter.is_floating_point()]
+    model.load_state_dict({name: weights[name] for name in names}, strict=False)

@@ -207,10 +207,8 @@ class UpdateLogCallback(TrainerCallback):
     def on_log(self, args: Any, state: Any, control: Any, logs: Any = None, **_: Any) -> None:
         if logs is None or "loss" not in logs:
             return
-        tracked = {}
-        for key, value in self._last_record.items():
-            if isinstance(value, (int, float)) and key not in logs:
-                tracked[key] = value
+        new = {key: x for key, x in self._last_record.items() if key not in logs}
+        tracked = {key: x for key, x in new.items() if isinstance(x, (int, float))}
         # The callbacks of trackers and of the terminal output run later, with the same ``logs``.
         logs.update(tracked)
         state.log_history[-1].update(tracked)

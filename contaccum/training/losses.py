@@ -15,8 +15,6 @@ from torch import nn
 from contaccum.data.sampling import get_samplings
 from contaccum.encoders.dual_encoder import SIMILARITY_NAMES
 from contaccum.losses.contaccum import CachedContAccumLoss, ContAccumLoss, LossKeywords
-from contaccum.losses.query_side import QuerySideLoss
-from contaccum.retrieval.documents import StoreDocuments
 from contaccum.settings import select
 from contaccum.training.arguments import ContAccumTrainingArguments
 
@@ -78,22 +76,15 @@ def list_bank_losses(loss: nn.Module) -> list[ContAccumLoss]:
     return [module for module in loss.modules() if isinstance(module, ContAccumLoss)]
 
 
-def get_store_documents(loss: Any) -> StoreDocuments | None:
-    """Return the stored document embeddings of a query-side loss; None for any other loss."""
-    return loss.documents if isinstance(loss, QuerySideLoss) else None
-
-
 def pass_known_positives(loss: Any, datasets: Iterable[Any]) -> None:
     """Pass the known positives of all data sets to every ContAccumLoss in a training loss.
 
     Known positives are pairs of a query and a positive, as ids of the texts. The loss does not use
     such a positive as a negative of its query.
     """
-    tables = []  # each int64 (r, 2)
-    for dataset in datasets:
-        for sampling in get_samplings(dataset):
-            if sampling.known_positives is not None:
-                tables.append(sampling.known_positives)
+    samplings = [sampling for dataset in datasets for sampling in get_samplings(dataset)]
+    # int64 (r, 2) each
+    tables = [each.known_positives for each in samplings if each.known_positives is not None]
     if tables:
         query_ids, positive_ids = torch.from_numpy(np.concatenate(tables)).T.contiguous()
         for bank_loss in list_bank_losses(loss):

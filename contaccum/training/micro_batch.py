@@ -46,8 +46,8 @@ def find_micro_batch(trainer: SentenceTransformerTrainer, smallest: int) -> int:
     largest comes first, because small ones take longest with a gradient cache. On a CPU, the
     operating system would kill the process when memory runs out. So the smallest comes first, and a
     size is not tried if it may need too much, in proportion to the size before. With ``smallest``
-    pairs and more, every query has a negative. The search changes
-    random states, but neither weights nor bank.
+    pairs and more, every query has a negative. The search changes random states, but neither
+    weights nor bank.
 
     Raises:
         ConfigError: if an update has fewer pairs than the smallest micro-batch.
@@ -173,13 +173,13 @@ def find_largest_divisor(number: int, limit: int) -> int:
     return divisor
 
 
-def peak_memory_mb(device: torch.device | str | None = None) -> float:
+def peak_memory_mb(device: torch.device) -> float:
     """Return the peak memory since `reset_peak_memory` in MB (2^20 bytes).
 
     It is what torch has allocated on a CUDA device; else the resident memory of this process, its
     present one without /proc.
     """
-    if device is not None and torch.device(device).type == "cuda":
+    if device.type == "cuda":
         return torch.cuda.max_memory_allocated(device) / _BYTES_PER_MB
     with suppress(OSError):
         # In kB. In resource.getrusage, a child process would start with the peak of its parent.
@@ -189,9 +189,9 @@ def peak_memory_mb(device: torch.device | str | None = None) -> float:
     return psutil.Process().memory_info().rss / _BYTES_PER_MB
 
 
-def reset_peak_memory(device: torch.device | str) -> None:
+def reset_peak_memory(device: torch.device) -> None:
     """Reset the peak to the current memory; without /proc, the peak stays as it is."""
-    if torch.device(device).type == "cuda":
+    if device.type == "cuda":
         torch.cuda.reset_peak_memory_stats(device)
         return
     with suppress(OSError):

@@ -46,7 +46,7 @@ def set_up_query_side(
     args: ContAccumTrainingArguments,
     model: SentenceTransformer,
     train_dataset: Any,
-    eval_dataset: Any = None,
+    eval_dataset: Any,
 ) -> tuple[QuerySideLoss, QuerySideCollator]:
     """Return loss and collator of ``method=query_side``; the model gets a query tower to train.
 

@@ -172,9 +172,7 @@ def make_settings(
     Raises:
         ConfigError: if the method cannot have the settings.
     """
-    values: dict[str, Any] = {}
-    if method not in WITH_BANK:
-        values = find("methods", WITH_BANK)
+    values = {} if method in WITH_BANK else find("methods", WITH_BANK)
     settings = replace(proposed, **changes)
     if method == "in_batch":
         # The micro-batch of each process is its share of the update. If the user has fixed the size
@@ -193,7 +191,7 @@ def make_settings(
         # All documents of the store are negatives; passages that it lacks are added.
         values |= {"passage_store": store, "missing": "add", "num_hard_negatives": 0}
         if "gradient_accumulation_steps" not in given:
-            values |= _make_query_side_sizes(settings, given)
+            values |= make_query_side_sizes(settings.total_train_batch_size, given)
     return replace(settings, **{**values, "method": method})
 
 
@@ -232,15 +230,14 @@ def _make_common_settings(values: Mapping[str, Any]) -> Settings:
     return replace(Settings(), **values)
 
 
-def _make_query_side_sizes(settings: Settings, given: Mapping[str, Any]) -> dict[str, Any]:
+def make_query_side_sizes(total: int | None, given: Mapping[str, Any]) -> dict[str, Any]:
     """Return sizes of micro-batch and update, which are larger if the user has not fixed them.
 
-    Raises:
-        ConfigError: if the pairs of an update cannot be divided among the processes.
+    ``total`` are the pairs of an update, or None. Raises `ConfigError` if they cannot be divided
+    among the processes.
     """
     num_ranks = world_size()
     micro_batch = given.get("per_device_train_batch_size")
-    total = settings.total_train_batch_size
     if total is None:
         unit = micro_batch if isinstance(micro_batch, int) else _PAIRS_UNIT
         total = _round_up(MAX_PAIRS_PER_UPDATE, unit * num_ranks)

@@ -22,12 +22,7 @@ from contaccum.evaluation.beir import load_data as load_beir
 from contaccum.evaluation.evaluator import RetrievalEvaluator, sample
 from contaccum.settings import Settings, for_method
 from contaccum.training.arguments import ContAccumTrainingArguments
-from contaccum.training.micro_batch import find_largest_divisor
-from contaccum.training.proposal import (
-    MAX_QUERY_SIDE_MICRO_BATCH,
-    compute_start_rate,
-    read_width,
-)
+from contaccum.training.proposal import compute_start_rate, make_query_side_sizes, read_width
 
 logger = logging.getLogger(__name__)
 
@@ -75,9 +70,7 @@ def load_model(settings: Settings, device: str | None = None) -> DualEncoder:
         )
     configure(model, settings.dropout, settings.attn_implementation)
     if settings.lora_r is not None:
-        add_adapter: Any = adapters.add_adapter
-        if settings.method == "query_side":
-            add_adapter = add_query_adapter
+        add_adapter = add_query_adapter if settings.method == "query_side" else adapters.add_adapter
         add_adapter(
             model,
             settings.lora_r,
@@ -161,8 +154,6 @@ def make_second_stage(settings: Settings, model: str) -> Settings:
     tries first.
     """
     args = ContAccumTrainingArguments.from_settings(settings)
-    num_pairs = args.total_train_batch_size
-    assert num_pairs is not None  # computed when the arguments are created
     rate = compute_start_rate(
         "query_side", read_width(model), has_adapter=False, is_base_weak=False
     )
@@ -178,9 +169,5 @@ def make_second_stage(settings: Settings, model: str) -> Settings:
         learning_rate=rate,
         learning_rates=None,  # those of the first stage
         max_steps=args.max_steps,
-        total_train_batch_size=num_pairs,
-        per_device_train_batch_size=find_largest_divisor(
-            num_pairs // args.world_size, MAX_QUERY_SIDE_MICRO_BATCH
-        ),
-        gradient_accumulation_steps=1,
+        **make_query_side_sizes(args.total_train_batch_size, given={}),
     )

@@ -24,7 +24,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import contextmanager, nullcontext
 from itertools import islice
 from pathlib import Path
 from typing import Any
@@ -56,6 +56,7 @@ from contaccum.errors import ConfigError, DataError, UserError, is_out_of_memory
 from contaccum.evaluation.evaluator import RetrievalEvaluator
 from contaccum.files import Fingerprint, provenance, require_writable, write_text
 from contaccum.losses.contaccum import ContAccumLoss
+from contaccum.losses.query_side import QuerySideLoss
 from contaccum.merging import merge_models
 from contaccum.redaction import redact
 from contaccum.retrieval.encode import hash_tensors, tokenisation_fingerprint
@@ -184,10 +185,10 @@ class ContAccumTrainer(SentenceTransformerTrainer):
         # super().__init__ has set this global config again; see engines.configure_deepspeed.
         unset_hf_deepspeed_config()
         losses.pass_known_positives(self.loss, [train_dataset, eval_dataset])
-        documents = losses.get_store_documents(self.loss)
-        if documents is not None and isinstance(self.evaluator, RetrievalEvaluator):
+        self._documents = self.loss.documents if isinstance(self.loss, QuerySideLoss) else None
+        if self._documents is not None and isinstance(self.evaluator, RetrievalEvaluator):
             # The document tower is frozen, so its embeddings are read from the store.
-            self.evaluator.documents = documents
+            self.evaluator.documents = self._documents
         self.updates = Updates(self, self.args, self.loss, smallest_micro_batch)
         # At the front of the list: UpdateLogCallback must add the measurements of an update before
         # the callbacks of transformers print them and send them to trackers.
@@ -209,8 +210,13 @@ class ContAccumTrainer(SentenceTransformerTrainer):
 
     @property
     def engine(self) -> str | None:
-        """Name of the engine that shards weights or gradients over ranks; None without one."""
-        return engines.describe_engine(self.accelerator)
+        """The engine that shards weights or gradients over ranks, for records; None without one."""
+        if self.is_fsdp_enabled:
+            return "FSDP"
+        if self.is_deepspeed_enabled:
+            stage = self.accelerator.state.deepspeed_plugin.zero_stage
+            return f"ZeRO-{stage} on {self.accelerator.num_processes} ranks"
+        return None
 
     def train(
         self,
@@ -256,11 +262,10 @@ class ContAccumTrainer(SentenceTransformerTrainer):
                 engines.refuse_unsafe_files(path)
         self._save_total_limit = args.save_total_limit
         args.save_total_limit = None  # transformers removes nothing; see checkpoint.remove_oldest
-        folder_lock: AbstractContextManager[None] = nullcontext()
-        if args.process_index == 0:
-            folder_lock = work.lock(Path(str(args.output_dir)), "training")
+        is_first = args.process_index == 0
+        lock = work.lock(Path(str(args.output_dir)), "training") if is_first else nullcontext()
         try:
-            with folder_lock, self.signals:
+            with lock, self.signals:
                 output = super().train(folder, trial, ignore_keys_for_eval)
         except Exception as error:
             if is_out_of_memory(error):
@@ -429,7 +434,7 @@ class ContAccumTrainer(SentenceTransformerTrainer):
         model = self.model
         parameters = dict(model.named_parameters())
         num_trained = sum(each.numel() for each in parameters.values() if each.requires_grad)
-        documents = losses.get_store_documents(self.loss)
+        documents = self._documents
         data = {"rows": losses.count_rows(self.train_dataset), **self._data_record}
         if "fingerprint" not in data:
             texts = Fingerprint()
@@ -438,11 +443,8 @@ class ContAccumTrainer(SentenceTransformerTrainer):
                     for row in zip(*batch.values(), strict=True):
                         texts.add(*row)
             data["fingerprint"] = texts.hex()
-        base_of_adapters = {}
-        if has_adapter(model):
-            for name, parameter in parameters.items():
-                if not parameter.requires_grad and "lora_" not in name:
-                    base_of_adapters[name] = parameter
+        frozen = {name: each for name, each in parameters.items() if not each.requires_grad}
+        base_of_adapters = {name: each for name, each in frozen.items() if "lora_" not in name}
         # With another value of one of these, the saved states of bank and optimizer, or the saved
         # position in the data, would not be valid. Files are compared by their content, and the
         # pairs per update by their number, which also depends on the number of ranks.
@@ -460,7 +462,7 @@ class ContAccumTrainer(SentenceTransformerTrainer):
             "adapters": describe_adapters(model),
             # A checkpoint does not hold the base of an adapter, whose files may have changed. The
             # settings of the tokenizer are read from the model's folder, too.
-            "base of the adapters": hash_tensors(base_of_adapters),
+            "base of the adapters": hash_tensors(base_of_adapters if has_adapter(model) else {}),
             "tokenizer, prompts, lengths or pooling": tokenisation_fingerprint(model),
             "documents of the store": documents and documents.fingerprint,
         }

@@ -82,9 +82,7 @@ def freeze_unused_parameters(
             gradients = torch.autograd.grad(
                 embedding.sum(), list(parameters.values()), allow_unused=True
             )
-            for name, gradient in zip(parameters, gradients, strict=True):
-                if gradient is not None:
-                    used.add(name)
+            used |= {name for name, x in zip(parameters, gradients, strict=True) if x is not None}
     finally:
         hook.remove()
     unreached = []

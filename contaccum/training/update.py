@@ -28,7 +28,6 @@ from contaccum.encoders.grad_norms import TowerGradNorms
 from contaccum.errors import UserError, is_out_of_memory
 from contaccum.losses.text_ids import count_texts
 from contaccum.training.arguments import ContAccumTrainingArguments, get_name
-from contaccum.training.engines import describe_engine
 from contaccum.training.losses import Batch, list_bank_losses, unwrap_matryoshka
 from contaccum.training.micro_batch import (
     MEMORY_REMEDIES,
@@ -136,8 +135,8 @@ class Updates:
             if self._tower_norms is None:
                 encoder = self._accelerator.unwrap_model(model, keep_torch_compile=False)
                 # FSDP and DeepSpeed leave only a part of each gradient on a rank.
-                has_full_gradients = describe_engine(self._accelerator) is None
-                self._tower_norms = TowerGradNorms(encoder, model, has_full_gradients)
+                is_sharded = self._trainer.is_fsdp_enabled or self._trainer.is_deepspeed_enabled
+                self._tower_norms = TowerGradNorms(encoder, model, not is_sharded)
             try:
                 loss = self._run_micro_steps(model, micro_step, first)
                 break
@@ -196,8 +195,7 @@ class Updates:
         """Halve the rows of a micro-step for the rest of the run, after memory has run out."""
         # Other ranks would have to repeat the update too, and DeepSpeed has already reduced a part
         # of the gradient.
-        is_deepspeed = getattr(self._accelerator.state, "deepspeed_plugin", None) is not None
-        if world_size() > 1 or is_deepspeed:
+        if world_size() > 1 or self._trainer.is_deepspeed_enabled:
             raise UserError(
                 f"out of memory on rank {self._args.process_index} ({reason}), and with several "
                 "ranks or DeepSpeed the micro-batch cannot be halved during training. Lower "

@@ -197,10 +197,8 @@ class DenseReference:
             query_mean: mean of the query tower, (d,), with the micro-batch included.
         """
         n = len(local)
-        banked_numbers = []
-        for number in range(self.oldest_in_use, len(self.history)):
-            if self.history[number].is_finite:
-                banked_numbers.append(number)
+        in_use = range(self.oldest_in_use, len(self.history))
+        banked_numbers = [number for number in in_use if self.history[number].is_finite]
         pairs = local + [self.history[number] for number in banked_numbers]
         num_rows = len(pairs) if self.has_query_bank else n
         passage_mean = local[0].passage_mean

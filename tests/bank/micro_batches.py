@@ -27,9 +27,7 @@ def draw_embeddings(
 
     A generator as seed continues its sequence.
     """
-    generator = seed
-    if isinstance(seed, int):
-        generator = torch.Generator().manual_seed(seed)
+    generator = torch.Generator().manual_seed(seed) if isinstance(seed, int) else seed
     shapes = [(n, d), (n, d)]
     if h > 0:
         shapes.append((n, h, d))
@@ -40,10 +38,7 @@ def draw_ids(
     embeddings: Sequence[Tensor], num_texts: int, generator: torch.Generator
 ) -> list[Tensor]:
     """Draw an id below ``num_texts`` for each query, passage and hard negative."""
-    ids = []
-    for column in embeddings:
-        ids.append(torch.randint(num_texts, column.shape[:-1], generator=generator))
-    return ids
+    return [torch.randint(num_texts, x.shape[:-1], generator=generator) for x in embeddings]
 
 
 def make_leaves(tensors: Sequence[Tensor]) -> list[Tensor]:

@@ -23,13 +23,8 @@ def train(
 ) -> list[list[Gradients]]:
     """Return the gradients of every micro-step, one list per update.
 
-    The embeddings of each update are shifted by the number of the update, as by drift.
-
-    Args:
-        loss_fn: the loss.
-        sizes: numbers of pairs of the micro-batches of each update.
-        num_updates: number of updates.
-        num_negatives: hard negatives per query.
+    The micro-batches of each update have these sizes, in pairs. The embeddings of an update are
+    shifted by its number, as by drift.
     """
     generator = torch.Generator().manual_seed(3)
     gradients = []

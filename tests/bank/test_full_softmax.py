@@ -6,6 +6,7 @@ import pytest
 import torch
 from torch import Tensor
 from torch.nn.functional import normalize
+from torch.nn.utils.rnn import pad_sequence
 
 from contaccum.bank.full_softmax import NO_ROW, DocumentBlock, compute_full_softmax_loss
 from contaccum.retrieval.products import multiply
@@ -17,8 +18,7 @@ def compute_dense_loss(
     """Compute the loss from one matrix of all logits by the cross-entropy of torch."""
     logits = queries @ documents.T / tau
     for row, columns in enumerate(excluded):
-        for column in columns:
-            logits[row, column] = -torch.inf
+        logits[row, columns] = -torch.inf
     return torch.nn.functional.cross_entropy(logits, positive_rows)
 
 
@@ -35,14 +35,12 @@ def make_case(num_documents: int, dim: int, num_queries: int) -> tuple:
     documents = torch.randn(num_documents, dim, generator=generator, dtype=torch.float64)
     positive_rows = torch.randint(num_documents, (num_queries,), generator=generator)
     excluded = []
-    for row in range(num_queries):
+    labels = []
+    for row, positive in enumerate(positive_rows.tolist()):
         candidates = torch.randperm(num_documents, generator=generator)[: row % 4].tolist()
-        excluded.append([column for column in candidates if column != positive_rows[row]])
-    width = 1 + max(map(len, excluded))
-    padded = torch.full((num_queries, width), NO_ROW)
-    padded[:, 0] = positive_rows
-    for row, columns in enumerate(excluded):
-        padded[row, 1 : 1 + len(columns)] = torch.tensor(columns, dtype=torch.int64)
+        excluded.append([column for column in candidates if column != positive])
+        labels.append(torch.tensor([positive, *excluded[-1]]))
+    padded = pad_sequence(labels, batch_first=True, padding_value=NO_ROW)
     return queries, documents, positive_rows, excluded, padded
 
 
@@ -66,15 +64,12 @@ def test_scales_multiply_the_documents():
     queries, documents, positive_rows, _, padded = make_case(50, 8, 4)
     scales = torch.rand(50, dtype=torch.float64) + 0.5
     scaled = documents * scales[:, None]
+    blocks_with_scales = [
+        block._replace(scales=scales[block.first :][:9]) for block in make_blocks(documents, 9)
+    ]
     losses = []
     gradients = []
-    for blocks in (
-        make_blocks(scaled, 9),
-        [
-            DocumentBlock(x.first, x.documents, scales[x.first :][:9])
-            for x in make_blocks(documents, 9)
-        ],
-    ):
+    for blocks in (make_blocks(scaled, 9), blocks_with_scales):
         rows = queries.clone().requires_grad_()
         loss = compute_full_softmax_loss(rows, scaled[positive_rows], padded, blocks, 0.5)
         loss.backward()

@@ -4,16 +4,17 @@ from __future__ import annotations
 
 import copy
 import logging
-import subprocess
-import sys
+import runpy
 from collections.abc import Callable, Iterator
 from functools import partial
 
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.optim import optimizer as torch_optimizer
 
 from contaccum import BankedInfoNCE
+from contaccum.bank import update_clock
 from contaccum.errors import warn_once
 
 K = 3  # micro-steps per update
@@ -43,7 +44,7 @@ def draw_updates(
 def train(
     model: nn.Module,
     loss_fn: BankedInfoNCE,
-    step: Callable[[], None],
+    step: Callable[[], object],
     end_update: str = "never",
     num_updates: int = 6,
 ) -> list[float]:
@@ -63,14 +64,9 @@ def train(
     return losses
 
 
-def make_adam_step(model: nn.Module, fused: bool = False) -> Callable[[], None]:
+def make_adam_step(model: nn.Module, fused: bool = False) -> Callable[[], object]:
     """Return a function that steps AdamW over all weights."""
-    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2, fused=fused)
-
-    def step() -> None:
-        optimizer.step()
-
-    return step
+    return torch.optim.AdamW(model.parameters(), lr=1e-2, fused=fused).step
 
 
 def make_adam_step_by_group(model: nn.Module) -> Callable[[], None]:
@@ -145,9 +141,8 @@ def test_an_update_counts_if_a_probe_comes_before_the_optimizer_step():
     train(model, loss_fn, observe_probe_and_step)
     assert loss_fn.clock.num_updates == 6
     loss_fn(torch.randn(N, D), torch.randn(N, D))
-    assert (
-        loss_fn.last["bank_age"] == 3
-    )  # 56 of the bank's 64 pairs came before: in three updates of 24
+    # 56 of the bank's 64 pairs came before: in three updates of 24.
+    assert loss_fn.last["bank_age"] == 3
 
 
 def test_the_state_does_not_grow_with_the_number_of_updates():
@@ -202,21 +197,15 @@ def test_without_a_detected_step_one_warning_is_logged_and_entries_are_aged(capl
     assert passages.grad.sum(0).abs().max() < 1e-6  # centred, as against older entries
 
 
-HOOKED = """
-from torch.optim import optimizer
-hooks = []
-optimizer.register_optimizer_step_post_hook = hooks.append
-import torch
-from contaccum import BankedInfoNCE
-loss_fn = BankedInfoNCE(8)
-loss_fn.eval()(torch.ones(2, 3), torch.ones(2, 3))
-assert not hooks
-for _ in range(2):
-    loss_fn.train()(torch.ones(2, 3), torch.ones(2, 3))
-assert len(hooks) == 1
-"""
-
-
-def test_only_a_training_installs_the_hook_of_optimizers():
-    """In another process, because a training of another test has installed it in this one."""
-    subprocess.run([sys.executable, "-c", HOOKED], check=True)
+def test_only_a_training_installs_the_hook_of_optimizers(monkeypatch):
+    """The module is run anew, because a training of another test has installed the hook already."""
+    hooks = []
+    monkeypatch.setattr(torch_optimizer, "register_optimizer_step_post_hook", hooks.append)
+    new_clock = runpy.run_path(update_clock.__file__)["UpdateClock"]
+    monkeypatch.setattr("contaccum.bank.info_nce.UpdateClock", new_clock)
+    loss_fn = BankedInfoNCE(8)
+    loss_fn.eval()(torch.ones(2, 3), torch.ones(2, 3))
+    assert not hooks
+    for _ in range(2):
+        loss_fn.train()(torch.ones(2, 3), torch.ones(2, 3))
+    assert len(hooks) == 1

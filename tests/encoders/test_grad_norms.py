@@ -16,7 +16,7 @@ def test_norms_of_tied_or_sharded_towers_are_those_of_the_embeddings(
     model = DualEncoder.from_backbone(
         tiny_config, tied=tied, pooling="mean", tokenizer=tiny_tokenizer
     ).eval()
-    norms = TowerGradNorms(model, has_whole_gradients=tied)
+    norms = TowerGradNorms(model, model, has_whole_gradients=tied)
     for repeat in ("hooked", "closed"):
         for task, size in (("query", 4.0), ("document", 1.0)):
             embeddings = model({**model.preprocess(["a b c"]), "task": task})["sentence_embedding"]

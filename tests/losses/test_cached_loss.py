@@ -54,9 +54,7 @@ def test_the_cached_loss_trains_like_one_large_micro_batch_with_the_bank(model):
     def train(encoder: DualEncoder, loss: Any) -> None:
         optimizer = torch.optim.SGD(encoder.parameters(), lr=0.3)
         for step in range(6):
-            factor = 1.0
-            if step == 5:
-                factor = -3.0
+            factor = -3.0 if step == 5 else 1.0
             columns = features(encoder, 130, 3, seed=step % 3)  # texts repeat: duplicates
             (factor * loss(columns, None)).backward()
             optimizer.step()

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import copy
-from functools import partial
+from functools import cache, partial
 from typing import Any
 
 import pytest
@@ -35,12 +35,14 @@ from contaccum.losses.text_ids import content_ids, copy_first_texts
 HASH = 2**50
 """A factor that makes small numbers as large as the hashes of texts."""
 
+make_encoder = cache(tiny_encoder)  # which writes and reads the files of a model
+
 
 @pytest.fixture
 def model(request: pytest.FixtureRequest) -> DualEncoder:
     """Return a tiny model without dropout; the parameter says whether it is tied (default: yes)."""
     is_tied = getattr(request, "param", True)
-    return tiny_encoder(is_tied, normalize=False, similarity="cos")
+    return copy.deepcopy(make_encoder(is_tied, normalize=False, similarity="cos"))
 
 
 def make_probe(model: nn.Module, parts: Any = None) -> EncoderProbe:
@@ -51,11 +53,7 @@ def make_probe(model: nn.Module, parts: Any = None) -> EncoderProbe:
 
 
 def collect_gradients(model: nn.Module) -> list[Tensor]:
-    gradients = []
-    for parameter in model.parameters():
-        if parameter.grad is not None:
-            gradients.append(parameter.grad.clone())
-    return gradients
+    return [weight.grad.clone() for weight in model.parameters() if weight.grad is not None]
 
 
 def assert_equal_states(state: dict[str, Tensor], expected: dict[str, Tensor]) -> None:
@@ -119,7 +117,7 @@ def test_matryoshka_has_a_bank_and_a_probe_for_each_dimension(model):
     optimizer = torch.optim.SGD(model.parameters(), lr=0.3)
     reference_optimizer = torch.optim.SGD(reference_model.parameters(), lr=0.3)
     forward_in_full_size = reference_model.forward
-    for step in range(24):
+    for step in range(14):
         columns = features(model, 10, 2, seed=step % 5)
         matryoshka(columns, None).backward()
         for dim, reference_loss in reference_losses.items():
@@ -140,7 +138,7 @@ def test_matryoshka_has_a_bank_and_a_probe_for_each_dimension(model):
         info_nce = loss_fn.info_nces[str(dim)]
         expected = reference_loss.info_nce
         assert info_nce.bank.total_enqueued >= 40
-        assert info_nce.clock.num_updates == 24
+        assert info_nce.clock.num_updates == 14
         assert info_nce.compensation.age_limit == expected.compensation.age_limit
         drift_probe = info_nce.compensation.probe
         expected_probe = expected.compensation.probe
@@ -310,9 +308,7 @@ def test_inside_another_loss_updates_count_and_ids_are_stored(model, has_ids):
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
     for step in range(10):
         columns = draw_columns(16, step % 3)
-        ids = None
-        if has_ids:
-            ids = [content_ids(column) for column in columns]
+        ids = [content_ids(column) for column in columns] if has_ids else None
         embeddings = [model(column)["sentence_embedding"] for column in columns]
         distance = (embeddings[0] - embeddings[1]).square().sum(1).mean()
         loss = loss_fn.compute_loss_from_embeddings(embeddings, ids)
@@ -489,8 +485,6 @@ def test_a_loss_restored_between_two_updates_continues_like_the_original(model):
     optimizer = torch.optim.SGD(model.parameters(), lr=0.5)
     train(loss_fn, optimizer, range(12))
     state = {key: value.clone() for key, value in loss_fn.bank_state_dict().items()}
-    for value in state.values():
-        assert isinstance(value, Tensor)
     assert loss_fn.bank_state_dict(keep=False) == {}
 
     copied_model = copy.deepcopy(model)

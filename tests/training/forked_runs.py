@@ -58,9 +58,10 @@ def make_run(folder: Path, rows: int = 23, negatives: int = 0, **settings: Any) 
 def save_outcome(folder: Path, trainer: ContAccumTrainer) -> None:
     """Save the state and the log of a finished run for comparison."""
     state = get_state(trainer)
-    log = []
-    for line in read_log(folder):
-        log.append({key: value for key, value in line.items() if key not in MEASURED})
+    log = read_log(folder)
+    for line in log:
+        for key in MEASURED:
+            del line[key]
     if trainer.args.process_index == 0:
         torch.save({"state": state, "log": log}, folder / "outcome.pt")
 
@@ -178,10 +179,7 @@ def make_case(name: str, num_ranks: int) -> tuple[Any, dict[str, Any]]:
 
 def train_cases() -> dict[str, list[int]]:
     """Train every case on one rank and on two, and one case on four; return the exit codes."""
-    cases = {}
-    for name in CASES:
-        for num_ranks in (1, 2, 4):
-            cases[name, num_ranks] = make_case(name, num_ranks)
+    cases = {(name, num): make_case(name, num) for name in CASES for num in (1, 2, 4)}
 
     def train_case(name: str, num_ranks: int) -> None:
         model, settings = cases[name, num_ranks]

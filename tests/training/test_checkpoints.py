@@ -58,15 +58,6 @@ def list_updates(folder: Path) -> list[int]:
     return [line["update"] for line in read_log(folder)]
 
 
-def make_checkpoints_of_two_runs(folder: Path) -> None:
-    """Make checkpoints 1 to 3 of the run "this run", and 8 and 9 of another run."""
-    for update in (1, 2, 3, 8, 9):
-        path = folder / f"checkpoint-{update}"
-        path.mkdir()
-        run_id = "this run" if update <= 3 else "other run"
-        work.finish(path, {"run_id": run_id, "update": update})
-
-
 def have_same_weights(first: Any, second: Any) -> bool:
     """Return whether the models of two trainers have the same weights."""
     return all(map(torch.equal, first.model.parameters(), second.model.parameters()))
@@ -195,7 +186,11 @@ def test_the_limit_keeps_the_newest_and_the_best_checkpoint(
 
     The folder and its best checkpoint are given by paths of different spelling.
     """
-    make_checkpoints_of_two_runs(tmp_path)
+    for update in (1, 2, 3, 8, 9):
+        path = tmp_path / f"checkpoint-{update}"
+        path.mkdir()
+        run_id = "this run" if update <= 3 else "other run"
+        work.finish(path, {"run_id": run_id, "update": update})
     monkeypatch.chdir(tmp_path.parent)
     best_folder = None if best is None else f"{tmp_path.name}/{best}"
     remove_oldest(str(tmp_path), "this run", limit, best_folder)
@@ -212,16 +207,14 @@ def test_auto_resumes_only_the_run_of_the_folder(tmp_path, caplog):
     resumed = make_trainer(tmp_path, learning_rate=1e-4, max_steps=1)
     with caplog.at_level(logging.WARNING):
         resumed.train(resume_from_checkpoint="auto")
-    assert (
-        f"skipped {tmp_path / 'checkpoint-3'}: it is incomplete, or belongs to another run"
-        in caplog.text
-    )
+    skipped = tmp_path / "checkpoint-3"
+    assert f"skipped {skipped}: it is incomplete, or belongs to another run" in caplog.text
     assert resumed.run_id == stopped.run_id
     assert resumed.state.global_step == 1
     assert have_same_weights(resumed, stopped)
     # A folder that the user names is resumed, whatever run it belongs to.
     named = make_trainer(tmp_path, max_steps=3)
-    named.train(resume_from_checkpoint=str(tmp_path / "checkpoint-3"))
+    named.train(resume_from_checkpoint=str(skipped))
     assert named.state.global_step == 3
     assert named.run_id == other.run_id != stopped.run_id
 

@@ -16,7 +16,6 @@ from tiny_runs import assert_resumes, make_pairs, make_trainer, record_texts
 
 from contaccum.data import load_training_data, load_training_sets, parse_training_sets
 from contaccum.data.sampling import get_samplings, text_ids
-from contaccum.errors import ConfigError
 
 SIZES = {"large": 31, "small": 9, "other": 5}
 """Number of queries of each training set."""
@@ -48,27 +47,13 @@ def write_records(folder: Path, name: str = "data", n: int = 43, seed: int = 1) 
     return str(write_lines(folder / f"{name}.jsonl", make_records(n, seed)))
 
 
-def list_rows(batches: Batches) -> list[tuple[str, ...]]:
-    """Return the rows of all micro-batches in one list."""
-    rows = []
-    for batch in batches:
-        rows.extend(batch)
-    return rows
-
-
 def assert_resumes_with_texts(
     load: Any, tmp_path: Path, *updates: int, **settings: Any
 ) -> tuple[Any, Batches]:
-    """Assert that resumed runs end bit for bit equally, and train on the remaining texts.
+    """Assert as `assert_resumes` does, and that resumed runs train on the remaining texts.
 
-    Args:
-        load: returns the training data.
-        tmp_path: folder of the output folders.
-        *updates: numbers of updates to resume after.
-        **settings: settings of all runs.
-
-    Returns:
-        The trainer of the uninterrupted run, and the texts of its micro-batches.
+    ``load`` returns the training data. The result is the trainer of the uninterrupted run, and the
+    texts of its micro-batches.
     """
     texts_of_runs: list[Batches] = []
 
@@ -93,7 +78,7 @@ def test_the_order_depends_on_the_data_seed_and_not_on_method_or_workers(tmp_pat
         trainer = make_trainer(tmp_path / name, data.dataset, **settings)
         texts = record_texts(trainer)
         trainer.train()
-        return list_rows(texts)
+        return [row for batch in texts for row in batch]
 
     expected = train_and_list_rows("base")  # by default, seed 5 is also the seed of the data
     assert len(expected) == 13
@@ -110,9 +95,7 @@ def test_every_known_positive_reaches_the_loss(tmp_path):
     table = trainer.loss._positives
     assert table is not None
 
-    passages = []
-    for record in records:
-        passages += record["positives"]
+    passages = [passage for record in records for passage in record["positives"]]
     query_ids = torch.from_numpy(text_ids(record["query"] for record in records))
     passage_ids = torch.from_numpy(text_ids(passages))
     is_listed = table.passages_by_query.contains(query_ids, passage_ids)
@@ -129,9 +112,7 @@ def test_every_known_positive_reaches_the_loss(tmp_path):
 
 def make_repeated_queries() -> Dataset:
     """Return 43 pairs in which every query but the last has two rows."""
-    queries = []
-    for query in sentences(22, 1):
-        queries += [query, query]
+    queries = [query for query in sentences(22, 1) for _ in range(2)]
     return Dataset.from_dict({"query": queries[:43], "positive": sentences(43, 2, 9)})
 
 
@@ -143,16 +124,9 @@ def test_batches_without_duplicates_resume_bit_for_bit(tmp_path):
         assert len(set(queries)) == len(queries)
 
 
-def test_a_stream_is_refused(tmp_path):
-    with pytest.raises(ConfigError, match="streamed data set"):
-        make_trainer(tmp_path, make_pairs(8).to_iterable_dataset(), max_steps=2)
-
-
 def load_sets(folder: Path, **options: Any) -> Any:
     """Write the training sets of SIZES to files and load them."""
-    paths = []
-    for name, num_queries in SIZES.items():
-        paths.append(write_records(folder, name, num_queries, seed=10 * num_queries))
+    paths = [write_records(folder, name, n, seed=10 * n) for name, n in SIZES.items()]
     return load_training_sets(parse_training_sets(paths, options)).dataset
 
 

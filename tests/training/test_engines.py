@@ -48,11 +48,8 @@ def load_state(folder: Path) -> dict[str, torch.Tensor]:
 
 def load_weights(folder: Path) -> torch.Tensor:
     """Return the weights of a model or checkpoint as one vector."""
-    weights = []
-    for name, value in sorted(load_state(folder).items()):
-        if "model.safetensors" in name:
-            weights.append(value.flatten())
-    return torch.cat(weights)
+    state = sorted(load_state(folder).items())
+    return torch.cat([x.flatten() for name, x in state if "model.safetensors" in name])
 
 
 def get_norms(line: dict[str, Any]) -> list[float]:

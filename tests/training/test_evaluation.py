@@ -28,10 +28,9 @@ from contaccum.evaluation.evaluator import RetrievalEvaluator
 EVALUATE = {"eval_strategy": "steps", "eval_steps": 1}
 LOAD_BEST = {
     **EVALUATE,
+    **SAVE_EVERY_UPDATE,
     "load_best_model_at_end": True,
     "metric_for_best_model": "ndcg@10",
-    "save_strategy": "steps",
-    "save_steps": 1,
 }
 STOP_EARLY = {**LOAD_BEST, "early_stopping_patience": 2, "max_steps": 5}
 SCORES = {1: 0.5, 2: 0.6, 3: 0.4, 4: 0.55, 5: 0.9}
@@ -68,10 +67,8 @@ class FixedScores(RetrievalEvaluator):
 def test_an_evaluated_run_equals_an_unevaluated_one_bit_for_bit(tmp_path):
     states = []
     logs = []
-    for name in ("plain", "evaluated"):
-        settings: dict[str, Any] = {}
-        if name == "evaluated":
-            settings = {"evaluator": RetrievalEvaluator(make_dev_set()), **EVALUATE}
+    evaluation = {"evaluator": RetrievalEvaluator(make_dev_set()), **EVALUATE}
+    for name, settings in (("plain", {}), ("evaluated", evaluation)):
         trainer = make_trainer(tmp_path / name, dropout=0.3, **settings)
         trainer.train()
         state = get_state(trainer)
@@ -88,14 +85,8 @@ def test_an_evaluated_run_equals_an_unevaluated_one_bit_for_bit(tmp_path):
 
 def test_the_last_update_is_evaluated_with_any_interval(tmp_path):
     evaluator = FixedScores({0: 0.0, 1: 0.1, 2: 0.2, 3: 0.3})
-    trainer = make_trainer(
-        tmp_path,
-        evaluator=evaluator,
-        eval_strategy="steps",
-        eval_steps=2,
-        eval_on_start=True,
-    )
-    trainer.train()
+    settings = {**EVALUATE, "eval_steps": 2, "eval_on_start": True}
+    make_trainer(tmp_path, evaluator=evaluator, **settings).train()
     log = read_log(tmp_path, "eval_log.jsonl")
     scores = [(line["update"], line["eval_ndcg@10"]) for line in log]
     assert scores == [(0, 0.0), (2, 0.2), (3, 0.3)]
@@ -114,10 +105,8 @@ def test_the_best_checkpoint_and_folders_of_the_user_remain_and_the_best_is_load
     assert names == ["checkpoint-1-copy", "checkpoint-2", "checkpoint-3"]
     best = load_file(tmp_path / "checkpoint-2" / "model.safetensors")
     last = load_file(tmp_path / "checkpoint-3" / "model.safetensors")
-    loaded = {}
-    for key, value in trainer.model[0].state_dict().items():
-        if "." in key:
-            loaded[key.split(".", 1)[1]] = value
+    state = trainer.model[0].state_dict()
+    loaded = {key.partition(".")[2]: value for key, value in state.items()}
     shared = best.keys() & loaded.keys()
     assert shared
     assert all(torch.equal(best[key], loaded[key]) for key in shared)
@@ -125,7 +114,11 @@ def test_the_best_checkpoint_and_folders_of_the_user_remain_and_the_best_is_load
 
 
 def test_early_stopping_counts_evaluations_across_restarts(tmp_path, caplog):
-    straight = make_trainer(tmp_path, 72, evaluator=FixedScores(SCORES), **STOP_EARLY)
+    def make(**changes: Any) -> Any:
+        evaluator = FixedScores(SCORES)
+        return make_trainer(tmp_path, 72, evaluator=evaluator, **{**STOP_EARLY, **changes})
+
+    straight = make()
     with caplog.at_level(logging.WARNING):
         straight.train()
     assert straight.state.global_step == 4
@@ -133,7 +126,7 @@ def test_early_stopping_counts_evaluations_across_restarts(tmp_path, caplog):
     assert "stopped early after update 4: no better ndcg@10 than 0.6" in caplog.text
 
     # At checkpoint 3, one of the two evaluations without improvement is counted.
-    resumed = make_trainer(tmp_path, 72, evaluator=FixedScores(SCORES), **STOP_EARLY)
+    resumed = make()
     resumed.train(resume_from_checkpoint=str(tmp_path / "checkpoint-3"))
     assert resumed.state.global_step == 4
     assert resumed.evaluator.evaluated_updates == [4]
@@ -143,14 +136,13 @@ def test_early_stopping_counts_evaluations_across_restarts(tmp_path, caplog):
     assert resumed.state.best_model_checkpoint == str(tmp_path / "checkpoint-2")
 
     # A job that is started again after it has stopped early trains nothing.
-    again = make_trainer(tmp_path, 72, evaluator=FixedScores(SCORES), **STOP_EARLY)
+    again = make()
     again.train(resume_from_checkpoint="last")
     assert again.state.global_step == 4
     assert again.evaluator.evaluated_updates == []
     assert all(map(torch.equal, straight.model.parameters(), again.model.parameters()))
 
-    patient_settings = {**STOP_EARLY, "early_stopping_patience": 9}
-    patient = make_trainer(tmp_path, 72, evaluator=FixedScores(SCORES), **patient_settings)
+    patient = make(early_stopping_patience=9)
     patient.train(resume_from_checkpoint="last")
     assert patient.state.global_step == patient.state.best_global_step == 5
 
@@ -161,18 +153,19 @@ def test_a_finished_run_whose_newest_checkpoint_is_its_best_ends_again_with_the_
 ):
     """With save_strategy=best there is no checkpoint of the end."""
     settings = {**EVALUATE, "save_strategy": "best", "load_best_model_at_end": loads_best}
-    settings["max_steps"] = 4
-    scores = FixedScores(SCORES)
-    straight = make_trainer(tmp_path, 72, evaluator=scores, **settings)
+
+    def make(max_steps: int) -> Any:
+        evaluator = FixedScores(SCORES)
+        return make_trainer(tmp_path, 72, evaluator=evaluator, max_steps=max_steps, **settings)
+
+    straight = make(4)
     straight.train()
     straight.save_model(str(tmp_path))
     assert max(path.name for path in tmp_path.glob("checkpoint-*")) == "checkpoint-2"
-    again = make_trainer(tmp_path, 72, evaluator=FixedScores(SCORES), **settings)
+    again = make(4)
     again.train(resume_from_checkpoint="last")
     assert all(map(torch.equal, straight.model.parameters(), again.model.parameters()))
-    longer = make_trainer(
-        tmp_path, 72, evaluator=FixedScores(SCORES), **{**settings, "max_steps": 5}
-    )
+    longer = make(5)
     longer.train(resume_from_checkpoint="last")
     assert longer.state.global_step == 5
 
@@ -200,13 +193,11 @@ def test_time_that_is_not_training_is_not_counted(owner, name, tmp_path, monkeyp
     assert max(line["seconds"] for line in read_log(tmp_path)) < 500
 
 
-@pytest.mark.parametrize("save_strategy", ["steps", "best"])
-def test_the_default_metric_is_the_evaluators_main_metric(tmp_path, save_strategy):
-    settings: dict[str, Any] = {**EVALUATE, "save_strategy": save_strategy}
-    if save_strategy == "steps":
-        settings["save_steps"] = 1
-        settings["load_best_model_at_end"] = True
-    trainer = make_trainer(tmp_path, evaluator=FixedScores(SCORES), **settings)
+@pytest.mark.parametrize(
+    "saves", [{**SAVE_EVERY_UPDATE, "load_best_model_at_end": True}, {"save_strategy": "best"}]
+)
+def test_the_default_metric_is_the_evaluators_main_metric(tmp_path, saves):
+    trainer = make_trainer(tmp_path, evaluator=FixedScores(SCORES), **EVALUATE, **saves)
     assert trainer.args.metric_for_best_model == "eval_ndcg@10"
     assert trainer.args.greater_is_better
 

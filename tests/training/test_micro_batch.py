@@ -35,8 +35,9 @@ def test_one_set_without_hard_negatives_needs_two_pairs_in_a_micro_batch(tmp_pat
     assert check_columns(args, with_bank, {"a": pairs}) == 1
 
 
-@pytest.mark.parametrize("is_host", [True, False], ids=["CPU", "GPU"])
-@pytest.mark.parametrize("stage", ["passages", "backward"])
+@pytest.mark.parametrize(
+    ("stage", "is_host"), [("passages", True), ("backward", False)], ids=["on a CPU", "on a GPU"]
+)
 def test_auto_finds_the_largest_micro_batch_without_changing_the_training(
     stage, is_host, tmp_path, monkeypatch
 ):

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 import shutil
+from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -27,16 +29,6 @@ from contaccum.training.passage_store import STORE_FOLDER, _open_store
 TEXTS = sentences(40, 5, 9)
 DOCUMENTS = {f"d{row}": ("", text) for row, text in enumerate(TEXTS)}
 QUERIES = {f"q{row}": text for row, text in enumerate(sentences(24, 6))}
-SETTINGS: dict[str, Any] = {
-    "per_device_train_batch_size": 4,
-    "gradient_accumulation_steps": 2,
-    "num_train_epochs": 2,
-    "learning_rate": 0.02,
-    "use_cpu": "true",
-    "disable_tqdm": "true",
-    "save_strategy": "no",
-}
-"""Settings of every run here, unless a test sets others: six updates of eight pairs."""
 
 
 def run_command(command: str, *arguments: Any) -> int:
@@ -62,27 +54,23 @@ def root(tmp_path_factory) -> Path:
     return root
 
 
-def run_train(root: Path, output: Path, **settings: Any) -> int:
-    """Run `contaccum train` with SETTINGS and further settings; return its exit code."""
-    arguments = {
-        "model": root / "model",
-        "train_data": root / "beir",
-        "output_dir": output,
-        "method": "query_side",
-        **SETTINGS,
-        **settings,
-    }
-    options = []
-    for name, value in arguments.items():
-        options += [f"--{name}", str(value)]
-    return main(["train", *options])
+@pytest.fixture
+def run_train(train, root) -> Callable[..., int]:
+    """Return the fixture `train` with other defaults: six updates of the query tower."""
+    return partial(
+        train,
+        model=root / "model",
+        train_data=root / "beir",
+        method="query_side",
+        bank_size=None,
+        num_train_epochs=2,
+        learning_rate=0.02,
+    )
 
 
 def write_documents(path: Path, first: int, last: int) -> Path:
     """Write the documents from number ``first`` to before ``last`` as a corpus."""
-    records = []
-    for row in range(first, last):
-        records.append({"_id": f"d{row}", "text": TEXTS[row]})
+    records = [{"_id": f"d{row}", "text": TEXTS[row]} for row in range(first, last)]
     return write_lines(path, records)
 
 
@@ -100,11 +88,13 @@ def compute_largest_difference(model: DualEncoder, other: DualEncoder) -> float:
 
 
 @pytest.mark.parametrize("adapter", [False, True])
-def test_a_run_lowers_its_loss_and_leaves_the_documents_bit_for_bit(root, tmp_path, adapter):
+def test_a_run_lowers_its_loss_and_leaves_the_documents_bit_for_bit(
+    root, run_train, tmp_path, adapter
+):
     settings = {"passage_store": root / "store", "num_train_epochs": 8}
     if adapter:  # an adapter lowers the loss more slowly
         settings |= {"lora_r": 8, "learning_rate": 0.05, "num_train_epochs": 24}
-    assert run_train(root, tmp_path / "run", **settings) == 0
+    assert run_train(tmp_path / "run", **settings) == 0
     losses = [record["loss"] for record in read_log(tmp_path / "run")]
     assert np.mean(losses[-3:]) < 0.85 * np.mean(losses[:3])
     base = DualEncoder.from_pretrained(root / "model", device="cpu")
@@ -142,11 +132,11 @@ def test_a_corpus_is_encoded_once_unless_a_new_run_overwrites_its_folder(tmp_pat
     assert second_store.fingerprint != first_store.fingerprint
 
 
-def test_queries_are_trained_after_both_towers(root, tmp_path):
+def test_queries_are_trained_after_both_towers(root, run_train, tmp_path):
     """The store of the second run has the documents of the first one, and is the index."""
-    assert run_train(root, tmp_path / "both", method="contaccum", bank_size=16) == 0
+    assert run_train(tmp_path / "both", method="contaccum", bank_size=16) == 0
     settings = {"model": tmp_path / "both", "corpus": root / "beir/corpus.jsonl"}
-    assert run_train(root, tmp_path / "queries", **settings) == 0
+    assert run_train(tmp_path / "queries", **settings) == 0
     base = DualEncoder.from_pretrained(root / "model", device="cpu")
     first = DualEncoder.from_pretrained(tmp_path / "both", device="cpu")
     second = DualEncoder.from_pretrained(tmp_path / "queries", device="cpu")
@@ -159,27 +149,27 @@ def test_queries_are_trained_after_both_towers(root, tmp_path):
     assert_search_works(tmp_path / "queries", store, root, tmp_path / "results.trec")
 
 
-def test_a_resumed_run_equals_an_uninterrupted_one_bit_for_bit(root, tmp_path):
+def test_a_resumed_run_equals_an_uninterrupted_one_bit_for_bit(root, run_train, tmp_path):
     settings = {
         "passage_store": root / "store",
         "save_strategy": "steps",
         "save_steps": 2,
         "lora_r": 2,
     }
-    assert run_train(root, tmp_path / "straight", **settings) == 0
+    assert run_train(tmp_path / "straight", **settings) == 0
     # The checkpoint alone, as if the run had been killed after it
     checkpoint = tmp_path / "resumed/checkpoint-4"
     shutil.copytree(tmp_path / "straight/checkpoint-4", checkpoint)
-    assert run_train(root, tmp_path / "resumed", resume_from_checkpoint=checkpoint, **settings) == 0
+    assert run_train(tmp_path / "resumed", resume_from_checkpoint=checkpoint, **settings) == 0
     resumed = DualEncoder.from_pretrained(tmp_path / "resumed", device="cpu").state_dict()
     straight = DualEncoder.from_pretrained(tmp_path / "straight", device="cpu").state_dict()
     for name, weight in straight.items():
         assert torch.equal(resumed[name], weight), name
 
 
-def test_a_run_does_not_resume_with_another_store(root, tmp_path, capsys):
+def test_a_run_does_not_resume_with_another_store(root, run_train, tmp_path, capsys):
     settings = {"passage_store": root / "store", "save_strategy": "epoch"}
-    assert run_train(root, tmp_path / "run", **settings) == 0
+    assert run_train(tmp_path / "run", **settings) == 0
     fewer = write_documents(tmp_path / "fewer.jsonl", first=0, last=30)
     options = ["--corpus", fewer, "--output", tmp_path / "fewer"]
     assert run_command("encode", root / "model", *options) == 0
@@ -187,15 +177,15 @@ def test_a_run_does_not_resume_with_another_store(root, tmp_path, capsys):
     settings["passage_store"] = tmp_path / "fewer"
     settings["resume_from_checkpoint"] = "last"
     settings["num_train_epochs"] = 3
-    assert run_train(root, tmp_path / "run", **settings) == 2
+    assert run_train(tmp_path / "run", **settings) == 2
     assert "documents of the store" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("missing", ["stop", "add"])
-def test_missing_positives_stop_the_run_or_are_added(root, tmp_path, capsys, missing):
+def test_missing_positives_stop_the_run_or_are_added(run_train, tmp_path, capsys, missing):
     corpus = write_documents(tmp_path / "corpus.jsonl", first=4, last=40)
     settings = {"corpus": corpus, "missing": missing, "num_train_epochs": 1}
-    code = run_train(root, tmp_path / "run", **settings)
+    code = run_train(tmp_path / "run", **settings)
     if missing == "stop":
         assert code == 2
         assert "lacks 4 positives" in capsys.readouterr().err
@@ -206,7 +196,9 @@ def test_missing_positives_stop_the_run_or_are_added(root, tmp_path, capsys, mis
     assert record["documents"]["documents"] == 40
 
 
-def test_evaluation_while_training_reads_documents_from_the_store(root, tmp_path, monkeypatch):
+def test_evaluation_while_training_reads_documents_from_the_store(
+    root, run_train, tmp_path, monkeypatch
+):
     encoded_kinds: set[str] = set()  # of texts: "query" or "document"
     original = encode.encode_texts
 
@@ -224,7 +216,7 @@ def test_evaluation_while_training_reads_documents_from_the_store(root, tmp_path
         "eval_data": root / "beir",
         "eval_strategy": "epoch",
     }
-    assert run_train(root, tmp_path / "run", **settings) == 0
+    assert run_train(tmp_path / "run", **settings) == 0
     assert encoded_kinds == {"query"}
     last_evaluation = read_log(tmp_path / "run", "eval_log.jsonl")[-1]
     # The command encodes the documents with the trained model.
@@ -244,10 +236,10 @@ def test_evaluation_while_training_reads_documents_from_the_store(root, tmp_path
     ],
 )
 def test_a_store_or_corpus_that_cannot_be_used_gives_one_line(
-    root, tmp_path, settings, message, capsys
+    root, run_train, tmp_path, settings, message, capsys
 ):
     settings = {key: value.format(root=root) for key, value in settings.items()}
-    assert run_train(root, tmp_path / "run", **settings) == 2
+    assert run_train(tmp_path / "run", **settings) == 2
     lines = capsys.readouterr().err.splitlines()
     errors = [line for line in lines if line.startswith("contaccum: error")]
     assert len(errors) == 1

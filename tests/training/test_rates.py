@@ -140,7 +140,7 @@ def test_training_that_was_killed_continues_from_the_checkpoint_of_the_clock(
         assert weight.numpy() == pytest.approx(continued.state_dict()[name].numpy(), abs=1e-5)
 
 
-@pytest.mark.parametrize("options", [{}, {"lora_r": 2}])
+@pytest.mark.parametrize("options", [{"max_steps": 2}, {"max_steps": 2, "lora_r": 2}])
 def test_blended_model_is_the_average_with_the_base_model(root, tmp_path, options):
     base = DualEncoder.from_pretrained(str(root / "model"), device="cpu")
     trained = train(root, tmp_path / "trained", **options)

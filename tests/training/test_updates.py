@@ -6,12 +6,11 @@ An update always trains on all of its pairs, and an update that is not finite ch
 import logging
 import math
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from datasets import Dataset, DatasetDict
+from datasets import Dataset
 from sample_texts import sentences
 from sentence_transformers.sentence_transformer.losses import (
     CachedMultipleNegativesRankingLoss,
@@ -32,8 +31,7 @@ from tiny_runs import (
 )
 from transformers import TrainerCallback
 
-from contaccum import CachedContAccumLoss
-from contaccum.errors import ConfigError, UserError
+from contaccum.errors import UserError
 from contaccum.training import update
 
 
@@ -76,20 +74,16 @@ def test_each_pair_has_the_same_weight_if_the_last_micro_batch_is_short(method, 
     assert math.isclose(read_log(tmp_path)[0]["loss"], logged_loss, rel_tol=1e-5)
 
 
-def train_with_small_micro_batches(folder: Path, **settings: Any) -> Any:
-    """Train with micro-batches of 2 pairs from the start, and return the trainer."""
-    trainer = make_trainer(
-        folder, **settings, per_device_train_batch_size=2, gradient_accumulation_steps=6
-    )
-    trainer.train()
-    return trainer
+SMALL = {"per_device_train_batch_size": 2, "gradient_accumulation_steps": 6}
+"""Half as large micro-batches as by default, with as many pairs per update."""
 
 
 @pytest.mark.parametrize("stage", ["queries", "passages", "backward"])
 def test_after_out_of_memory_updates_equal_those_of_smaller_micro_batches(stage, tmp_path, caplog):
     """Without a bank, the gradient is that of smaller micro-batches, whichever stage ran out."""
     settings = {"data": make_pairs(36, 1), "method": "grad_accum"}
-    expected = train_with_small_micro_batches(tmp_path / "small", **settings)
+    expected = make_trainer(tmp_path / "small", **settings, **SMALL)
+    expected.train()
     trainer = make_trainer(tmp_path / "halved", **settings)
     # sentence-transformers encodes positives and hard negatives together: 4 rows for 2 pairs.
     max_rows = 4 if stage == "passages" else 2
@@ -114,7 +108,7 @@ def test_after_out_of_memory_updates_equal_those_of_smaller_micro_batches(stage,
 
 def test_after_out_of_memory_in_a_later_micro_batch_each_pair_counts_once_in_the_log(tmp_path):
     settings = {"data": make_pairs(12, 1), "method": "grad_accum"}
-    train_with_small_micro_batches(tmp_path / "small", **settings)
+    make_trainer(tmp_path / "small", **settings, **SMALL).train()
     trainer = make_trainer(tmp_path / "halved", **settings)
     simulate_out_of_memory(trainer, "queries", {2}, max_rows=2)
     trainer.train()
@@ -184,14 +178,6 @@ def test_if_the_smallest_micro_batch_does_not_fit_the_error_names_remedies(tmp_p
         trainer.train()
 
 
-def test_a_dictionary_of_losses_is_refused(tmp_path):
-    model = tiny_encoder()
-    data = DatasetDict(one=make_pairs(20), two=make_pairs(16))
-    losses = {name: CachedContAccumLoss(model) for name in data}
-    with pytest.raises(ConfigError, match="a dictionary of losses"):
-        make_trainer(tmp_path, data, model=model, loss=losses)
-
-
 def get_weights(trainer: Any) -> torch.Tensor:
     """Return a copy of the weights as one vector."""
     return torch.cat([p.detach().flatten().clone() for p in trainer.model.parameters()])
@@ -220,23 +206,16 @@ def multiply_embeddings(trainer: Any, factor: float) -> Callable[[Any], None]:
     return action
 
 
-def multiply_gradient(
-    trainer: Any, factor: float, parameter: torch.nn.Parameter | None = None
-) -> Callable[[Any], None]:
-    """Return an action after which the next gradient of a parameter is multiplied by ``factor``.
-
-    The default parameter is the first trained one of the model.
-    """
+def multiply_gradient(trainer: Any, factor: float) -> Callable[[Any], None]:
+    """Return an action after which the next gradient of a weight is multiplied by ``factor``."""
 
     def action(_: Any) -> None:
         def multiply_once(gradient: torch.Tensor) -> torch.Tensor:
             handle.remove()
             return gradient * factor
 
-        target = parameter
-        if target is None:
-            target = next(p for p in trainer.model.parameters() if p.requires_grad)
-        handle = target.register_hook(multiply_once)
+        weight = next(p for p in trainer.model.parameters() if p.requires_grad)
+        handle = weight.register_hook(multiply_once)
 
     return action
 
@@ -304,23 +283,13 @@ def test_parameters_of_a_loss_do_not_change_in_an_update_that_is_not_finite(tmp_
 
 
 def test_gradients_of_a_loss_are_dropped_when_an_update_starts_again(tmp_path):
-    settings = {
-        "method": "grad_accum",
-        "optim": "sgd",
-        "learning_rate": 0.1,
-        "max_steps": 1,
-    }
-    sizes = {
-        "small": {"per_device_train_batch_size": 2, "gradient_accumulation_steps": 6},
-        "halved": {"per_device_train_batch_size": 4, "gradient_accumulation_steps": 3},
-    }
+    settings = {"method": "grad_accum", "optim": "sgd", "learning_rate": 0.1, "max_steps": 1}
+    data = make_pairs(36, 1)
     values = []
-    for name, batch_sizes in sizes.items():
+    for name, sizes in (("small", SMALL), ("halved", {})):
         model = tiny_encoder()
         loss = WeightedLoss(model)
-        trainer = make_trainer(
-            tmp_path / name, make_pairs(36, 1), model=model, loss=loss, **settings, **batch_sizes
-        )
+        trainer = make_trainer(tmp_path / name, data, model=model, loss=loss, **settings, **sizes)
         if name == "halved":
             # In the last micro-batch of the update.
             simulate_out_of_memory(trainer, "backward", {3}, max_rows=2)
@@ -373,20 +342,19 @@ def test_a_run_ends_after_too_many_skipped_updates_with_the_weights_before(tmp_p
 
 EQUAL_POSITIVES = Dataset.from_dict({"query": sentences(24, 1), "positive": ["the cat"] * 24})
 """Pairs with one positive, so that every negative is masked."""
-
-UNTRAINED_RUNS: dict[str, tuple[dict[str, Any], str]] = {
-    "learning rate of 0": ({"warmup_steps": 3, "max_steps": 1}, "Set warmup_steps below"),
-    "no batch": ({"data": 3, "dataloader_drop_last": True}, "give no batch"),
-    "no batch of different texts": (
-        {"data": EQUAL_POSITIVES, "dataloader_drop_last": True, "batch_sampler": "no_duplicates"},
-        "give no batch",
-    ),
-}
+DROP_LAST = {"dataloader_drop_last": True}
 
 
-@pytest.mark.parametrize("name", UNTRAINED_RUNS)
-def test_a_run_that_trains_nothing_is_an_error_and_saves_no_model(name, tmp_path):
-    settings, named = UNTRAINED_RUNS[name]
+@pytest.mark.parametrize(
+    ("settings", "named"),
+    [
+        ({"warmup_steps": 3, "max_steps": 1}, "Set warmup_steps below"),
+        ({"data": 3, **DROP_LAST}, "give no batch"),
+        ({"data": EQUAL_POSITIVES, "batch_sampler": "no_duplicates", **DROP_LAST}, "give no batch"),
+    ],
+    ids=["learning rate of 0", "no batch", "no batch of different texts"],
+)
+def test_a_run_that_trains_nothing_is_an_error_and_saves_no_model(settings, named, tmp_path):
     trainer = make_trainer(tmp_path, **settings)
     with pytest.raises(UserError, match=named):
         trainer.train()

@@ -1,6 +1,8 @@
 """Shared code of the training tests: data, a trainer of a tiny model, and states to compare."""
 
+import copy
 from collections.abc import Callable
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -57,6 +59,9 @@ def make_arguments(folder: Path, **settings: Any) -> ContAccumTrainingArguments:
     return ContAccumTrainingArguments(output_dir=str(folder), **settings)
 
 
+make_encoder = cache(tiny_encoder)  # which writes and reads the files of a model
+
+
 def make_trainer(
     folder: Path,
     data: Any = 36,
@@ -68,17 +73,11 @@ def make_trainer(
     """Return a trainer of a tiny model.
 
     By default it trains on 36 pairs in 3 updates of 3 micro-batches of 4 pairs, without dropout.
-
-    Args:
-        folder: the output folder.
-        data: a data set, or the number of pairs to make.
-        tied: whether both towers share one encoder.
-        dropout: dropout of the encoder.
-        model: the model to train; replaces ``tied`` and ``dropout``.
-        **settings: training arguments, and `TRAINER_OPTIONS`.
+    ``data`` is a data set, or the number of pairs to make; ``model`` replaces ``tied`` and
+    ``dropout``; ``settings`` are training arguments, and `TRAINER_OPTIONS`.
     """
     if model is None:
-        model = tiny_encoder(tied, dropout)
+        model = copy.deepcopy(make_encoder(tied, dropout))
     if isinstance(data, int):
         data = make_pairs(data)
     options = {name: settings.pop(name) for name in TRAINER_OPTIONS if name in settings}
@@ -93,14 +92,9 @@ def read_log(folder: Path, name: str = "train_log.jsonl") -> list[dict[str, Any]
 def record_texts(
     trainer: Any, before_step: Callable[[Any], Any] = lambda inputs: None
 ) -> list[list[tuple[str, ...]]]:
-    """Record the decoded texts of every micro-batch that is trained on, in order.
+    """Return a list that training fills with the rows of decoded texts of each micro-batch.
 
-    Args:
-        trainer: the trainer.
-        before_step: called with the inputs of each micro-batch.
-
-    Returns:
-        A list that training fills: for each micro-batch, its rows of texts.
+    ``before_step`` is called with the inputs of each micro-batch.
     """
     texts: list[list[tuple[str, ...]]] = []
     micro_step = trainer.micro_step
@@ -148,13 +142,8 @@ def assert_resumes(
 ) -> ContAccumTrainer:
     """Assert that runs resumed after the given updates end bit for bit as an uninterrupted run.
 
-    Args:
-        make: returns a trainer for an output folder and further settings.
-        folder: folder of the output folders.
-        *updates: numbers of updates to resume after.
-
-    Returns:
-        The trainer of the uninterrupted run, whose folder is ``straight``.
+    ``make`` returns a trainer for an output folder and further settings. The result is the trainer
+    of the uninterrupted run, whose folder is ``straight``.
     """
     straight = make(folder / "straight", **SAVE_EVERY_UPDATE)
     straight.train()
@@ -198,13 +187,9 @@ The updates of an epoch have 3, 3, 3 and 2 micro-batches.
 
 
 def simulate_out_of_memory(trainer: Any, stage: str, calls: set[int], max_rows: int) -> None:
-    """Make a stage of training raise out-of-memory errors.
+    """Make some calls of a stage, from 1, raise out-of-memory errors for more than ``max_rows``.
 
-    Args:
-        trainer: the trainer.
-        stage: "queries" or "passages" (their forward pass), or "backward".
-        calls: the calls of the stage that raise, from 1.
-        max_rows: with so many rows or fewer, no call raises.
+    The stages are the forward passes of "queries" and "passages", and "backward".
     """
     num_calls = 0
 
