@@ -18,9 +18,7 @@ from safetensors.torch import load_file
 
 from contaccum.data.beir import BeirDataset, read_split_queries
 from contaccum.data.rows import RecordReport
-from contaccum.data.split import (
-    TRAIN_FILE,
-)
+from contaccum.data.split import TRAIN_FILE
 from contaccum.encoders.dual_encoder import DualEncoder
 from contaccum.encoders.linear_map import append_linear_map
 from contaccum.evaluation.evaluator import RetrievalEvaluator

@@ -4,17 +4,16 @@ from __future__ import annotations
 
 import copy
 import logging
-import runpy
+import subprocess
+import sys
 from collections.abc import Callable, Iterator
 from functools import partial
 
 import pytest
 import torch
 from torch import Tensor, nn
-from torch.optim import optimizer as torch_optimizer
 
 from contaccum import BankedInfoNCE
-from contaccum.bank import update_clock
 from contaccum.errors import warn_once
 
 K = 3  # micro-steps per update
@@ -197,15 +196,21 @@ def test_without_a_detected_step_one_warning_is_logged_and_entries_are_aged(capl
     assert passages.grad.sum(0).abs().max() < 1e-6  # centred, as against older entries
 
 
-def test_only_a_training_installs_the_hook_of_optimizers(monkeypatch):
-    """The module is run anew, because a training of another test has installed the hook already."""
-    hooks = []
-    monkeypatch.setattr(torch_optimizer, "register_optimizer_step_post_hook", hooks.append)
-    new_clock = runpy.run_path(update_clock.__file__)["UpdateClock"]
-    monkeypatch.setattr("contaccum.bank.info_nce.UpdateClock", new_clock)
-    loss_fn = BankedInfoNCE(8)
-    loss_fn.eval()(torch.ones(2, 3), torch.ones(2, 3))
-    assert not hooks
-    for _ in range(2):
-        loss_fn.train()(torch.ones(2, 3), torch.ones(2, 3))
-    assert len(hooks) == 1
+HOOKED = """
+from torch.optim import optimizer
+hooks = []
+optimizer.register_optimizer_step_post_hook = hooks.append
+import torch
+from contaccum import BankedInfoNCE
+loss_fn = BankedInfoNCE(8)
+loss_fn.eval()(torch.ones(2, 3), torch.ones(2, 3))
+assert not hooks
+for _ in range(2):
+    loss_fn.train()(torch.ones(2, 3), torch.ones(2, 3))
+assert len(hooks) == 1
+"""
+
+
+def test_only_a_training_installs_the_hook_of_optimizers():
+    """In another process, because a training of another test has installed it in this one."""
+    subprocess.run([sys.executable, "-c", HOOKED], check=True)
