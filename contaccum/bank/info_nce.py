@@ -36,11 +36,7 @@ from contaccum.bank.drift import DriftCompensation
 from contaccum.bank.ids import PositivesTable, stack_ids
 from contaccum.bank.logits import MASKED, make_pairs, stack_embeddings
 from contaccum.bank.memory_bank import MemoryBank, score_quadrants
-from contaccum.bank.row_losses import (
-    PrecomputedGradient,
-    compute_row_gradients,
-    compute_row_losses,
-)
+from contaccum.bank.row_losses import PrecomputedGradient, compute_row_gradients, compute_row_losses
 from contaccum.bank.update_clock import UpdateClock
 from contaccum.distributed import gather_rows, world_size
 from contaccum.errors import ConfigError, warn_once

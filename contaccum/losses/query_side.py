@@ -21,9 +21,7 @@ from typing import Any
 import numpy as np
 import torch
 from sentence_transformers import SentenceTransformer
-from sentence_transformers.sentence_transformer.data_collator import (
-    SentenceTransformerDataCollator,
-)
+from sentence_transformers.sentence_transformer.data_collator import SentenceTransformerDataCollator
 from sentence_transformers.util import truncate_embeddings
 from torch import Tensor
 from torch.nn.functional import normalize

@@ -10,10 +10,7 @@ import pytest
 import torch
 from datasets import Dataset
 from sample_texts import features, sentences
-from sentence_transformers import (
-    SentenceTransformerTrainer,
-    SentenceTransformerTrainingArguments,
-)
+from sentence_transformers import SentenceTransformerTrainer, SentenceTransformerTrainingArguments
 from sentence_transformers.sentence_transformer.losses import (
     AdaptiveLayerLoss,
     Matryoshka2dLoss,

@@ -11,14 +11,7 @@ from typing import Any, NamedTuple
 from urllib.parse import quote
 
 from contaccum.errors import ConfigError, check_choice
-from contaccum.settings import (
-    METHODS,
-    WITH_BANK,
-    Settings,
-    find,
-    read,
-    replace,
-)
+from contaccum.settings import METHODS, WITH_BANK, Settings, find, read, replace
 from contaccum.training.arguments import ContAccumTrainingArguments
 
 SET_BY_COMPARE = ("method", "seed", "output_dir", "resume_from_checkpoint", "eval_strategy")
