@@ -13,6 +13,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, NamedTuple
 
+import numpy as np
 import torch
 from safetensors.torch import load_file
 
@@ -54,8 +55,8 @@ class Candidate:
         system: "bm25" alone, the "base" model, a "map" of its query vectors, a "trained" model, or
             a new model that encodes all documents "anew".
         bm25_weight: the weight of BM25 beside the vectors.
-        scores: scores on dev, of the vectors and BM25 together; those of trained document towers
-            among the documents of the pool, if dev has one.
+        scores: scores on dev, of the vectors and BM25 together, see `smooth`; those of trained
+            document towers among the documents of the pool, if dev has one.
         vectors: scores on dev of the vectors alone.
         seconds: how long the fit had run when the candidate was there.
         folder: the name of the folder with its map or its model; several candidates may share it.
@@ -161,23 +162,40 @@ class DevSet:
             scores[kind] = statistics.fmean(query_scores[query] for query in queries)
         return {**scores, MEAN: statistics.fmean(scores.values())}
 
-    def weigh(self, run: Run, free: Candidate | None = None) -> dict[str, Any]:
-        """Return the smallest of the best weights of BM25, and the scores with and without it.
+    def weigh(
+        self, run: Run, free: Candidate | None = None, weight: float | None = None
+    ) -> dict[str, Any]:
+        """Return the best weight of BM25, or a given one, and the scores with and without BM25.
 
-        A weight counts as much as the mean score of itself and of those beside it, because the best
-        of ten single scores is partly luck. One with which no kind of documents loses much against
-        the best search without training is better than any other.
+        A weight with which no kind of documents loses much against the best search without training
+        is better than any other; of equal ones, the smallest is returned. See `smooth`.
         """
+        raw = [self.score(fuse_runs(run, self.bm25_run, each)) for each in self._weights]
+        curves = {kind: smooth([scores[kind] for scores in raw]) for kind in raw[0]}
         scores = {
-            weight: self.score(fuse_runs(run, self.bm25_run, weight)) for weight in self._weights
+            each: {kind: curve[index] for kind, curve in curves.items()}
+            for index, each in enumerate(self._weights)
         }
 
         def get_key(weight: float) -> tuple[bool, float]:
-            near = [scores[each][MEAN] for each in scores if abs(each - weight) < 0.15]
-            return free is None or loses_little(scores[weight], free), statistics.fmean(near)
+            return free is None or loses_little(scores[weight], free), scores[weight][MEAN]
 
-        best = max(scores, key=get_key)
-        return {"bm25_weight": best, "scores": scores[best], "vectors": self.score(run)}
+        if weight is None:
+            weight = max(scores, key=get_key)
+        return {"bm25_weight": weight, "scores": scores[weight], "vectors": raw[0]}
+
+
+def smooth(scores: Sequence[float]) -> list[float]:
+    """Return the heights of the parabola through the scores of `BM25_WEIGHTS`, from 0 to 1.
+
+    With some hundred queries, the best of ten single scores is partly luck. A single score, without
+    BM25, stays as it is.
+    """
+    if len(scores) == 1:
+        return list(scores)
+    parabola = np.polynomial.Polynomial.fit(BM25_WEIGHTS, scores, deg=2)
+    # Rounded, so that the heights of a constant are equal.
+    return np.clip(parabola(np.array(BM25_WEIGHTS)), 0.0, 1.0).round(6).tolist()
 
 
 def read_kinds(dev: Path) -> dict[str, list[str]]:

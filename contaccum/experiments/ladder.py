@@ -218,9 +218,7 @@ class Ladder:
         """Return a candidate with its scores among the documents of the pool."""
 
         def score() -> dict[str, Any]:
-            run = self._search(self._pool, candidate)
-            fused = fuse_runs(run, self._pool.bm25_run, candidate.bm25_weight)
-            return {"scores": self._pool.score(fused)}
+            return {"scores": self._score(candidate, self._pool, candidate.bm25_weight).scores}
 
         if not self._has_pool:
             return candidate
@@ -272,15 +270,18 @@ class Ladder:
     def _search(self, dev: DevSet, candidate: Candidate) -> Run:
         return search_with(candidate, self.base, self.get_folder(candidate), dev.evaluator)
 
-    def _score(self, candidate: Candidate, dev: DevSet) -> Candidate:
-        """Return a candidate with its scores on dev; on the first process."""
+    def _score(self, candidate: Candidate, dev: DevSet, weight: float | None = None) -> Candidate:
+        """Return a candidate with its scores on dev; on the first process.
+
+        ``weight`` is that of BM25; None: the best one.
+        """
         free = None
         if candidate.rung > FREE:
             free = self.free if dev is self._dev else self._free_on_pool
         if candidate.system == "bm25":
             scored: dict[str, Any] = {"bm25_weight": 1.0, "scores": dev.score(dev.bm25_run)}
         else:
-            scored = dev.weigh(self._search(dev, candidate), free)
+            scored = dev.weigh(self._search(dev, candidate), free, weight)
         seconds = round(self.job.budget.used_here(), 1)  # of this process, which is the first
         return dataclasses.replace(candidate, **scored, seconds=seconds)
 

@@ -33,6 +33,7 @@ from contaccum.experiments.candidates import (
     choose,
     load_candidate,
     read_kinds,
+    smooth,
 )
 from contaccum.experiments.folds import Pairs
 from contaccum.experiments.ladder import Ladder, pool_documents
@@ -125,7 +126,7 @@ def test_the_best_is_chosen_or_a_cheaper_one_that_loses_on_no_kind(candidates, e
     assert all_candidates.index(choose(all_candidates, FREE)) == expected
 
 
-def test_the_smallest_of_the_best_weights_of_bm25_is_chosen(root, tmp_path):
+def test_a_weight_of_bm25_is_chosen_by_a_parabola_through_the_scores(root, tmp_path):
     pairs = Pairs(root / "questions.jsonl", test=100)
     pairs.hold_out(tmp_path / "data")
     dataset = load_beir_folder(tmp_path / "data" / "dev", "test")
@@ -133,27 +134,30 @@ def test_the_smallest_of_the_best_weights_of_bm25_is_chosen(root, tmp_path):
     assert list(kinds) == ["new", "known"]
     dev = DevSet(dataset, kinds, None, 8, has_bm25=True)
     relevant = {query: dict.fromkeys(grades, 1.0) for query, grades in dataset.qrels.items()}
-    perfect = dev.weigh(relevant)
-    assert perfect["bm25_weight"] == 0.0
-    assert perfect["scores"] == perfect["vectors"] == {"new": 1.0, "known": 1.0, "mean": 1.0}
+    assert dev.weigh(relevant)["vectors"] == {"new": 1.0, "known": 1.0, "mean": 1.0}
     run = dev.evaluator.search(tiny_encoder())
-    means = []
-    for weight in BM25_WEIGHTS:
-        means.append(dev.score(fuse_runs(run, dev.bm25_run, weight))["mean"])
+    raw = [dev.score(fuse_runs(run, dev.bm25_run, weight)) for weight in BM25_WEIGHTS]
+    # A parabola by the normal equations, because single scores are partly luck
+    powers = np.vander(BM25_WEIGHTS, 3)
+    hat = powers @ np.linalg.inv(powers.T @ powers) @ powers.T
+    expected = {kind: hat @ [scores[kind] for scores in raw] for kind in raw[0]}
+    best = int(expected["mean"].argmax())
+    assert best != int(np.argmax([scores["mean"] for scores in raw]))
     weighed = dev.weigh(run)
-    # That of a single weight is partly luck, so its neighbours count too.
-    smooth = np.convolve(means, np.ones(3), mode="same") / ([2] + [3] * 8 + [2])
-    best = int(smooth.argmax())
-    assert best != means.index(max(means))
     assert weighed["bm25_weight"] == BM25_WEIGHTS[best] > 0.0
-    assert weighed["scores"]["mean"] == means[best]
-    assert weighed["vectors"]["mean"] == means[0]
+    for kind, heights in expected.items():
+        assert weighed["scores"][kind] == pytest.approx(heights[best], abs=1e-6)
+        given = dev.weigh(run, weight=0.3)["scores"][kind]
+        assert given == pytest.approx(heights[3], abs=1e-6)
+    assert weighed["vectors"] == raw[0]
     # A search without training that is better on new documents, where BM25 is best alone
-    new = [dev.score(fuse_runs(run, dev.bm25_run, weight))["new"] for weight in BM25_WEIGHTS]
-    free = make_candidate(0, max(new) + LARGEST_LOSS, 0.0)
-    assert dev.weigh(run, free)["scores"]["new"] == max(new)
+    highest = expected["new"].max()
+    free = make_candidate(0, highest + LARGEST_LOSS - 1e-6, 0.0)
+    assert dev.weigh(run, free)["scores"]["new"] == pytest.approx(highest, abs=1e-6)
     free = make_candidate(0, 1.0, 0.0)  # nothing is good enough
     assert dev.weigh(run, free) == weighed
+    assert smooth([0.8] * 10) == [0.8] * 10
+    assert max(smooth([1.0] * 8 + [0.7, 0.6])) == 1.0
     without = DevSet(dataset, kinds, None, 8, has_bm25=False)
     assert without.weigh(run)["scores"] == weighed["vectors"]
 
@@ -291,7 +295,7 @@ def fake_train(monkeypatch, clock, root) -> Iterator[Callable[[dict[str, list[fl
     base = contaccum.DualEncoder.from_pretrained(str(root / "fresh"), device="cpu")
     current = SimpleNamespace(score=0.1)
 
-    def weigh(dev: DevSet, run: Any, free: Any = None) -> dict[str, Any]:
+    def weigh(dev: DevSet, run: Any, *_: Any) -> dict[str, Any]:
         scores = {"new": current.score, "known": current.score, "mean": current.score}
         return {"bm25_weight": 0.0, "scores": scores, "vectors": scores}
 
@@ -436,7 +440,7 @@ def test_both_towers_are_blended_if_a_kind_of_documents_has_lost(
     calls = fake_train({"contaccum": [0.5]})
     weigh = DevSet.weigh
 
-    def lose_on_new(dev: DevSet, run: Any, free: Any = None) -> dict[str, Any]:
+    def lose_on_new(dev: DevSet, run: Any, *_: Any) -> dict[str, Any]:
         weighed = weigh(dev, run)
         scores = weighed["scores"]
         if calls:
