@@ -35,8 +35,7 @@ from contaccum.retrieval.store import EmbeddingStore
 # products more coarsely than those in float32.
 MAX_ERRORS = {"float16": 1e-3, "float32": 1e-5}
 SHARD_SIZE = 50_000
-# The first micro-step reads the store. In the second, the loss waits for the GPU to log its cost,
-# which matters only if a micro-step is short.
+# The first micro-step reads the store. One more warms up, where it is short.
 WARM_UP_STEPS = {"device": 2, "host": 1}
 NUM_QUERIES_OF_CHECK = 8
 # The documents are read from the host in every micro-step, whatever fits into the GPU.

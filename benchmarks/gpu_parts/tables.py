@@ -190,7 +190,7 @@ def list_search(result: Record) -> Rows:
 def list_fit(result: Record) -> Rows:
     """Yield the scores of a fit."""
     for case in result["cases"].values():
-        metrics = [name for name in case["scores"][0] if name not in ("name", "dev")]
+        metrics = [name for name in case["scores"][0] if "@" in name]
         yield f"{case['model']}, {case['budget']}", "dev", *metrics
         for system in case["scores"]:
             scores = [system[name] for name in ("dev", *metrics)]

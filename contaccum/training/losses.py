@@ -28,8 +28,8 @@ def make_loss(
     """Return the loss for ``args.method``, one with a bank or without.
 
     Without a bank, it equals MultipleNegativesRankingLoss (or its cached version) up to rounding,
-    except for masked false negatives and centred gradients. With ``args.matryoshka_dims``, it is
-    the sum of the losses of embeddings truncated to each of these sizes.
+    except for masked false negatives. With ``args.matryoshka_dims``, it is the sum of the losses of
+    embeddings truncated to each of these sizes.
     """
     model_similarity = "cos"
     if str(getattr(model, "similarity_fn_name", "cosine")).endswith("dot"):
