@@ -71,9 +71,7 @@ def list_changes(earlier: Identity, current: Identity) -> list[str]:
 
 
 def require_same_work(
-    folder: Path,
-    identity: Identity,
-    remedy: str = "name another output folder, or remove this one",
+    folder: Path, identity: Identity, remedy: str = "name another output folder, or remove this one"
 ) -> None:
     """Write the identity of the work in a folder; raise `ConfigError` if another one is there."""
     earlier = read_identity(folder)

@@ -225,12 +225,7 @@ def load_matrix(candidate: Candidate, folder: Path) -> torch.Tensor:
 
 
 def encode_corpus(
-    job: Job,
-    encoder: DualEncoder,
-    name: str,
-    corpus: Path,
-    store: Path,
-    precision: str = "float32",
+    job: Job, encoder: DualEncoder, name: str, corpus: Path, store: Path, precision: str = "float32"
 ) -> CorpusEncoder:
     """Write the vectors of a corpus to a store; return the encoder with its counts."""
     corpus_encoder = CorpusEncoder(

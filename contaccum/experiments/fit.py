@@ -303,10 +303,7 @@ def expand(path: AnyPath | None) -> Path | None:
 
 
 def check_vectors(
-    vectors: Path,
-    models: Sequence[str],
-    new_queries: AnyPath | None,
-    given: Mapping[str, Any],
+    vectors: Path, models: Sequence[str], new_queries: AnyPath | None, given: Mapping[str, Any]
 ) -> list[str]:
     """Refuse what vectors in place of a model do not allow; return the new model, if any."""
     require_exists(vectors)

@@ -141,11 +141,7 @@ class SystemResult(NamedTuple):
 
 
 def search_test_set(
-    data: Path,
-    documents: StoreDocuments | None,
-    ladder: Ladder,
-    chosen: Candidate,
-    folder: Path,
+    data: Path, documents: StoreDocuments | None, ladder: Ladder, chosen: Candidate, folder: Path
 ) -> tuple[BeirDataset, dict[str, SystemResult]]:
     """Search the test set of a split by each of `SYSTEMS`; return it, and the results.
 

@@ -38,10 +38,7 @@ if TYPE_CHECKING:
 
     @dataclass
     class _Arguments(  # type: ignore[misc]  # the settings are frozen, these arguments are not
-        SimilaritySettings,
-        LossSettings,
-        MethodSettings,
-        SentenceTransformerTrainingArguments,
+        SimilaritySettings, LossSettings, MethodSettings, SentenceTransformerTrainingArguments
     ):
         pass
 else:

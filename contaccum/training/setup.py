@@ -37,8 +37,7 @@ def load_data(settings: Settings) -> TrainingSets:
         "columns": parse_columns(settings.data_columns),
     }
     return load_training_sets(
-        parse_training_sets(settings.train_data, common),
-        on_bad_record=settings.on_bad_record,
+        parse_training_sets(settings.train_data, common), on_bad_record=settings.on_bad_record
     )
 
 

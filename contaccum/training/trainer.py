@@ -630,11 +630,7 @@ def make_trainer(
         encoder = encoder.float()
     try:
         return ContAccumTrainer(
-            encoder,
-            args,
-            data.dataset,
-            data_record=data.record(),
-            **trainer_options,
+            encoder, args, data.dataset, data_record=data.record(), **trainer_options
         )
     except UserError:
         raise
