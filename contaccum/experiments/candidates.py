@@ -1,7 +1,7 @@
 """Candidates of `contaccum fit`: ways to search, how dev scores them, and which one is chosen.
 
-A candidate is a complete way to search: a model, and the weight of BM25 beside it that is best on
-dev. `contaccum.experiments.ladder` makes them.
+A candidate is a complete way to search: a model, BM25, or both with the weight of BM25 that is best
+on dev. `contaccum.experiments.ladder` makes them.
 """
 
 from __future__ import annotations
@@ -33,13 +33,13 @@ from contaccum.retrieval.store import EmbeddingStore
 from contaccum.training.linear_map import MAP_FILE, get_map_key
 
 MEAN = "mean"  # the key of the mean over the kinds of documents, by which candidates are compared
-FREE, LINEAR_MAP, QUERY_TOWER, BOTH_TOWERS, FURTHER = range(5)  # the rungs
+FREE, LINEAR_MAP, QUERY_TOWER, BOTH_TOWERS, FURTHER = range(5)  # the rungs, the cheapest first
 STORE_FOLDER = "store"
 CANDIDATES_FOLDER = "candidates"
-ANEW_FOLDER = "anew"  # of a new model that has encoded all documents
+ANEW_FOLDER = "anew"  # has a new model that encoded all documents
 
 BM25_WEIGHTS = tuple(round(0.1 * step, 1) for step in range(10))
-LARGEST_LOSS = 0.01  # against the best search without training, on each kind of documents
+LARGEST_LOSS = 0.01  # of a kind of documents, against the best search without training
 SMALL_GAIN = 0.002  # a dearer candidate must be better by more than this: less is noise
 _ROWS_PER_SHARD = 2000  # of a store; a killed process loses at most one shard
 
@@ -55,17 +55,17 @@ class Candidate:
         system: "bm25" alone, the "base" model, a "map" of its query vectors, a "trained" model, or
             a new model that encodes all documents "anew".
         bm25_weight: the weight of BM25 beside the vectors.
-        scores: scores on dev, of the vectors and BM25 together, see `smooth`; those of trained
-            document towers among the documents of the pool, if dev has one.
-        vectors: scores on dev of the vectors alone.
-        seconds: how long the fit had run when the candidate was there.
+        scores: scores on dev, of the vectors and BM25 together, see `smooth`. Trained document
+            towers search only the documents of dev's pool, if it has one; see `Ladder`.
+        vectors: scores on dev without BM25, which are not smoothed.
+        seconds: how long the fit had run when the candidate was ready.
         folder: the name of the folder with its map or its model; several candidates may share it.
         settings: {name: value} of the training.
         updates, training_seconds: the number of updates of the training, and their time.
         blend: the share of the map or of the trained weights; the rest is the base model's.
         ridge: see `solve_linear_map`; None for a map by gradients.
         train_file: the name of the file of its training records in the folder of the split.
-        number: the place in the order of the ladder.
+        number: its number in the terminal and the report; they are counted as they are made.
     """
 
     name: str
@@ -98,7 +98,7 @@ class GivenVectors(NamedTuple):
     """The user's vectors in place of those of a base model.
 
     Attributes:
-        documents: the vectors of the documents, which stay as they are.
+        documents: the vectors of the documents, which are never encoded again.
         new_model: the name of a new model for queries; "" if there is none.
         aligned: see `write_linear_maps`.
     """
@@ -109,15 +109,15 @@ class GivenVectors(NamedTuple):
 
 
 def loses_little(scores: Scores, free: Candidate) -> bool:
-    """Return whether no score is more than `LARGEST_LOSS` below the best one without training."""
+    """Return whether no score is more than `LARGEST_LOSS` below that of ``free``."""
     return all(free.scores[kind] - score <= LARGEST_LOSS for kind, score in scores.items())
 
 
 def choose(candidates: Sequence[Candidate], free: Candidate) -> Candidate:
     """Return the candidate with the best score on dev, or a cheaper one that is hardly worse.
 
-    No training is the cheapest, then what keeps the vectors of the documents. ``free`` is the best
-    search without training; see `loses_little`.
+    No training is the cheapest, then what keeps the vectors of the documents. What loses much on a
+    kind of documents against ``free``, the best search without training, is left out.
     """
     allowed = [free, *(each for each in candidates if loses_little(each.scores, free))]
     best_score = max(candidate.score for candidate in allowed)
@@ -145,7 +145,7 @@ class DevSet:
         has_bm25: bool,
     ) -> None:
         self.dataset = dataset
-        # BM25 is added to so many of the best documents.
+        # So many of the best documents are fused with BM25, so all of them are searched for.
         metrics = ["ndcg@10", f"recall@{FUSION_DEPTH}"]
         self.evaluator = RetrievalEvaluator(dataset, metrics, batch_size)
         self.evaluator.documents = documents
@@ -167,8 +167,8 @@ class DevSet:
     ) -> dict[str, Any]:
         """Return the best weight of BM25, or a given one, and the scores with and without BM25.
 
-        A weight with which no kind of documents loses much against the best search without training
-        is better than any other; of equal ones, the smallest is returned. See `smooth`.
+        Weights with which no kind of documents loses much against ``free``, the best search without
+        training, come first; then the best mean, see `smooth`; then the smallest weight.
         """
         raw = [self.score(fuse_runs(run, self.bm25_run, each)) for each in self._weights]
         curves = {kind: smooth([scores[kind] for scores in raw]) for kind in raw[0]}
@@ -177,8 +177,8 @@ class DevSet:
             for index, each in enumerate(self._weights)
         }
 
-        def get_key(weight: float) -> tuple[bool, float]:
-            return free is None or loses_little(scores[weight], free), scores[weight][MEAN]
+        def get_key(each: float) -> tuple[bool, float]:
+            return free is None or loses_little(scores[each], free), scores[each][MEAN]
 
         if weight is None:
             weight = max(scores, key=get_key)
@@ -186,15 +186,15 @@ class DevSet:
 
 
 def smooth(scores: Sequence[float]) -> list[float]:
-    """Return the heights of the parabola through the scores of `BM25_WEIGHTS`, from 0 to 1.
+    """Return the heights, cut off at 0 and 1, of the parabola fitted to scores of `BM25_WEIGHTS`.
 
     With some hundred queries, the best of ten single scores is partly luck. A single score, without
-    BM25, stays as it is.
+    BM25, is returned as it is.
     """
     if len(scores) == 1:
         return list(scores)
     parabola = np.polynomial.Polynomial.fit(BM25_WEIGHTS, scores, deg=2)
-    # Rounded, so that the heights of a constant are equal.
+    # Rounded, so that equal heights of a flat curve are exactly equal.
     return np.clip(parabola(np.array(BM25_WEIGHTS)), 0.0, 1.0).round(6).tolist()
 
 
@@ -218,7 +218,7 @@ def read_known_queries(folder: Path) -> Collection[str]:
 def load_matrix(candidate: Candidate, folder: Path) -> torch.Tensor:
     """Return the matrix (d, e) of a candidate's map, by which a query vector is multiplied."""
     matrix = load_file(folder / MAP_FILE)[get_map_key(candidate.ridge)]
-    if candidate.blend == 1.0:  # it may not be square
+    if candidate.blend == 1.0:  # otherwise it is square
         return matrix
     identity = torch.eye(len(matrix), dtype=matrix.dtype)
     return candidate.blend * matrix + (1.0 - candidate.blend) * identity
@@ -227,7 +227,7 @@ def load_matrix(candidate: Candidate, folder: Path) -> torch.Tensor:
 def encode_corpus(
     job: Job, encoder: DualEncoder, name: str, corpus: Path, store: Path, precision: str = "float32"
 ) -> CorpusEncoder:
-    """Write the vectors of a corpus to a store; return the encoder with its counts."""
+    """Write the vectors of a corpus to a store; return the encoder, with counts of documents."""
     corpus_encoder = CorpusEncoder(
         encoder,
         name,
@@ -244,8 +244,7 @@ def encode_corpus(
 def load_candidate(candidate: Candidate, base: DualEncoder, folder: Path) -> DualEncoder:
     """Return the model of a candidate, from the folder with its map or its model.
 
-    That of BM25 is the base model. Code that comes with a model is trusted if that of the base
-    model is.
+    For BM25, this is the base model. Code that comes with a model is trusted as the base model's.
     """
     if candidate.system in ("bm25", "base"):
         return base
@@ -266,8 +265,8 @@ def search_with(
 ) -> Run:
     """Search with the vectors of a candidate, whose map or model is in ``folder``, or with BM25.
 
-    Its model encodes only documents whose vectors neither the base model (the evaluator's
-    ``documents``) nor an earlier search has left.
+    Documents are encoded only if there are no vectors of them: those by the base model are the
+    evaluator's ``documents``, those by a trained document tower in the folder.
     """
     if candidate.system == "bm25":
         return evaluator.search_bm25()
