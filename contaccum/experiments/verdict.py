@@ -103,7 +103,7 @@ class Verdict:
         where += f" on {self.kind} documents" if self.kind else ""
         if self.free_name == self.chosen_name:
             return (
-                f"{self.word}{where}: nothing that was trained is better on dev than "
+                f"{self.word}{where}: nothing that was trained is clearly better on dev than "
                 f"{self.free_name}, which has {self.free:.3f} on {queries}: keep it"
             )
         line = f"{self.word}{where}: {difference}; from {self.free_name} to {self.chosen_name}"

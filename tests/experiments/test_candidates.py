@@ -513,7 +513,7 @@ def test_bm25_alone_may_be_the_best_unless_it_is_left_out(
     assert record["candidates"][record["free"]]["name"] == free
     assert record["chosen"] == record["recommended"] == record["free"]
     assert record["bm25_weight"] == weight
-    line = f"LEVEL: nothing that was trained is better on dev than {free}, which has"
+    line = f"LEVEL: nothing that was trained is clearly better on dev than {free}, which has"
     assert record["verdict"]["line"].startswith(line)
     row = record["scores"][0 if bm25 else 1]
     assert record["verdict"]["free"] == pytest.approx(row["NDCG@10"])

@@ -222,6 +222,6 @@ def test_the_verdict_names_both_searches_and_what_to_keep():
     )
     same = dataclasses.replace(worse, word="LEVEL", chosen_name=worse.free_name)
     assert str(same) == (
-        "LEVEL: nothing that was trained is better on dev than a model with BM25, which has 0.700 "
-        "on 40 held-out queries: keep it"
+        "LEVEL: nothing that was trained is clearly better on dev than a model with BM25, which "
+        "has 0.700 on 40 held-out queries: keep it"
     )
