@@ -84,3 +84,10 @@ RESUMABLE_SAMPLERS: dict[str, type[DefaultBatchSampler]] = {
     "no_duplicates_hashed": DistinctBatchSampler,
 }
 """Samplers that replace those of sentence-transformers, by the names in `BatchSamplers`."""
+
+
+def get_batch_sampler(loader: Any) -> Any:
+    """Return the batch sampler of a data loader, without accelerate's wrappers."""
+    while hasattr(loader, "batch_sampler"):
+        loader = loader.batch_sampler
+    return loader

@@ -45,7 +45,7 @@ from transformers.trainer_utils import HubStrategy, TrainOutput
 
 from contaccum import progress, work
 from contaccum.data import TrainingSets
-from contaccum.data.samplers import RESUMABLE_SAMPLERS
+from contaccum.data.samplers import RESUMABLE_SAMPLERS, get_batch_sampler
 from contaccum.data.sampling import first_texts, get_samplings
 from contaccum.distributed import broadcast
 from contaccum.encoders.adapters import describe_adapters, has_adapter
@@ -300,9 +300,7 @@ class ContAccumTrainer(SentenceTransformerTrainer):
             args.seed = seed
         if len(loader) == 0:
             raise DataError(NO_BATCH)
-        self.batch_sampler = loader
-        while hasattr(self.batch_sampler, "batch_sampler"):  # without accelerate's wrappers
-            self.batch_sampler = self.batch_sampler.batch_sampler
+        self.batch_sampler = get_batch_sampler(loader)
         return loader
 
     def _init_training_state(self, *args: Any, **kwargs: Any) -> tuple[int, int]:

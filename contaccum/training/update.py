@@ -22,7 +22,7 @@ from sentence_transformers import SentenceTransformerTrainer
 from sentence_transformers.base.losses.gradcache import uses_gradient_cache
 from torch import Tensor, nn
 
-from contaccum.data.samplers import RESUMABLE_SAMPLERS
+from contaccum.data.samplers import RESUMABLE_SAMPLERS, get_batch_sampler
 from contaccum.distributed import over_ranks, rank, world_size
 from contaccum.encoders.grad_norms import TowerGradNorms
 from contaccum.errors import UserError, is_out_of_memory
@@ -329,9 +329,7 @@ class Updates:
             (first_of_update + index) * args.world_size + args.process_index
             for index in micro_batches
         }
-        sampler: Any = self._trainer._train_dataloader
-        while hasattr(sampler, "batch_sampler"):  # without accelerate's wrappers
-            sampler = sampler.batch_sampler
+        sampler = get_batch_sampler(self._trainer._train_dataloader)
         # islice stops the sampler after the last batch that is needed.
         batches = islice(sampler, max(positions) + 1)
         return [row for index, batch in enumerate(batches) if index in positions for row in batch]
